@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..capture.effects import is_random
 from ..capture.model import Traced
@@ -13,7 +13,6 @@ from ..machines.devices import EMULATED
 from ..plans.orders import OtherOrder, one_by_one
 from ..plans.plan import Plan
 from ..runtime.operators.draws import draw
-from ..solver.accumulation import ORDERS
 from ..solver.passes import between
 
 
@@ -66,10 +65,55 @@ def drawn_bytes(traced: Traced) -> int:
     return max((node.meta["val"].untyped_storage().nbytes() for node in drawn), default=0)
 
 
+@dataclass(frozen=True)
+class Compared:
+    """The plans for several numbers of micro-batches per pass.
+
+    Parameters
+    ----------
+    plans: by number, the fastest first. lacks: why there are no others, in the order in which they were tried.
+    between: the number of passes between one and all that was tried; None if none can be faster.
+    """
+
+    plans: dict[int, Plan]
+    lacks: tuple[OffmateError, ...]
+    between: int | None = None
+
+    @property
+    def cannot(self) -> NotTogether | None:
+        """Why no pass can run several micro-batches; None if they can."""
+        return next((error for error in self.lacks if isinstance(error, NotTogether)), None)
+
+
+def compared(planned: Callable[[int], Plan], numbers: Sequence[int], *, widely: bool = True) -> Compared:
+    """Plan for several numbers of micro-batches per pass, and compare the predicted seconds.
+
+    Parameters
+    ----------
+    planned: plans for a number. numbers: one, and all of an update. Of equally fast plans, the earlier one is taken.
+    widely: whether a number between them is tried, too, if it can be faster; see `passes_between`.
+    """
+    plans: dict[int, Plan] = {}
+    lacks: list[OffmateError] = []
+    between, left = None, list(numbers)
+    while left:
+        number = left.pop(0)
+        try:
+            plans[number] = planned(number)
+        except InfeasibleBudget as error:
+            lacks.append(error)
+        except NotTogether as error:
+            lacks.append(error)
+            break
+        if not left and widely and between is None:
+            between = passes_between(list(plans.values()))
+            left += [] if between is None else [between]
+    fastest_first = sorted(plans, key=lambda number: plans[number].predicted_step_s)
+    return Compared({number: plans[number] for number in fastest_first}, tuple(lacks), between)
+
+
 def in_faster_order(planned: Callable[[Config], Plan], config: Config, accumulation_steps: int) -> tuple[Plan, Config]:
     """Plan in both orders of micro-batches if the configuration leaves it open, and take the fastest plan.
-
-    A third plan, of passes between one and all, is made if it can be faster; see `passes_between`.
 
     Parameters
     ----------
@@ -80,30 +124,22 @@ def in_faster_order(planned: Callable[[Config], Plan], config: Config, accumulat
     """
     if accumulation_steps == 1 or config.named_order != "auto":
         return planned(config), config
-    found: list[tuple[Plan, Config]] = []
-    lacks: list[OffmateError] = []
 
-    def try_to(own: Config) -> None:
-        try:
-            found.append((planned(own), own))
-        except (InfeasibleBudget, NotTogether) as error:
-            lacks.append(error)
+    def named(per_pass: int) -> Config:
+        if per_pass == 1:
+            return replace(config, accumulation_order="by batch")
+        number = None if per_pass == accumulation_steps else per_pass
+        return replace(config, accumulation_order="by block", micro_batches_per_pass=number)
 
-    for order in ORDERS:
-        try_to(replace(config, accumulation_order=order))
-    if not found:
-        raise lacks[0]
-    cannot = any(isinstance(error, NotTogether) for error in lacks)
-    number = None if cannot else passes_between([plan for plan, _ in found])
-    if number is not None:
-        try_to(replace(config, accumulation_order="by block", micro_batches_per_pass=number))
-    (plan, own), *slower = sorted(found, key=lambda one: one[0].predicted_step_s)
+    found = compared(lambda per_pass: planned(named(per_pass)), (1, accumulation_steps))
+    if not found.plans:
+        raise found.lacks[0]
+    (number, plan), *slower = found.plans.items()
     if not slower:
-        return replace(plan, other_order=OtherOrder(None, why=str(lacks[0]).split(". ")[0])), own
-    next_one = slower[0][0]
-    if number is not None:
-        return replace(plan, other_order=replace(next_one.compared, per_pass=next_one.micro_batches_per_pass)), own
-    return replace(plan, other_order=next_one.compared), own
+        return replace(plan, other_order=OtherOrder(None, why=str(found.lacks[0]).split(". ")[0])), named(number)
+    next_number, next_one = slower[0]
+    per_pass = 0 if found.between is None else next_number
+    return replace(plan, other_order=replace(next_one.compared, per_pass=per_pass)), named(number)
 
 
 def passes_between(plans: Sequence[Plan]) -> int | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import replace
 
 import torch
 
-from ..errors import ArgumentValueError, InfeasibleBudget, ProtocolError
-from ..planning.orders import NotTogether, passes_between
+from ..errors import ArgumentValueError, ProtocolError
+from ..planning.orders import compared
 from ..planning.request import Request
 from ..plans.orders import way
 from ..plans.plan import Plan
@@ -105,30 +104,24 @@ class Orders:
 
     def _fastest(self, model: torch.nn.Module, call: Call) -> Variant | None:
         """Return the variant that is predicted to be the fastest; None if that is the one in the usual order."""
-        found: dict[int, Variant] = {}
-        why = ""
-        for per_pass in self._compared.get(call.kind, (self._per_pass, 1)):
-            try:
-                found[per_pass] = self._planned(model, call, per_pass)
-            except NotTogether as error:
-                self._declined(str(error))
-                return None
-            except InfeasibleBudget as error:
-                why = why or str(error)
-        seconds = {number: one.prepared.plan.predicted_step_s for number, one in found.items()}
-        if call.kind not in self._compared:
-            between = passes_between([one.prepared.plan for one in found.values()])
-            with contextlib.suppress(InfeasibleBudget):
-                if between is not None:
-                    seconds[between] = self._planned(model, call, between).prepared.plan.predicted_step_s
-        fastest = sorted(seconds, key=lambda number: seconds[number])[:2]
+        known = self._compared.get(call.kind)
+        found = compared(
+            lambda per_pass: self._planned(model, call, per_pass).prepared.plan,
+            known or (self._per_pass, 1),
+            widely=known is None,
+        )
+        if found.cannot is not None:
+            self._declined(str(found.cannot))
+            return None
+        fastest = tuple(found.plans)[:2]
         if fastest:
-            self._compared.setdefault(call.kind, tuple(fastest))
+            self._compared.setdefault(call.kind, fastest)
         if not fastest or fastest[0] == 1:
-            own = [f"{format_seconds(seconds[k])} {way(k, self._per_pass)}" for k in fastest[1:]]
-            why = f"the plans predict {own[0]}, and {format_seconds(seconds[1])}" if own else why
-            if why:
-                self._declined(why)
+            seconds = [format_seconds(plan.predicted_step_s) for plan in found.plans.values()]
+            if len(fastest) > 1:
+                self._declined(f"the plans predict {seconds[1]} {way(fastest[1], self._per_pass)}, and {seconds[0]}")
+            elif found.lacks:
+                self._declined(str(found.lacks[0]))
             return None
         return self._planned(model, call, fastest[0])  # the plan in use is the one that was asked for last
 

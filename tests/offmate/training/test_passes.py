@@ -335,7 +335,7 @@ def test_an_interrupt_in_any_pass_makes_no_update(where: int) -> None:
 
 
 def test_the_fastest_of_three_plans_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offmate.session.orders.passes_between", lambda plans: 2)
+    monkeypatch.setattr("offmate.planning.orders.passes_between", lambda plans: 2)
     data = numbers(MICRO_BATCHES)
     model, optimizer = compiled(tiny(), config=Config(cache_dir=None))
     trained(model, optimizer, model.offmate.batches(data))
