@@ -34,6 +34,7 @@ Folder: TypeAlias = str | os.PathLike[str] | StoragePath
 
 KEPT_FREE = 0.02  # of a disk's free bytes
 _DRIVE_BYTES = 2 * 10**12  # free on a drive of another machine that does not say
+_EXPECTED = "name folders as text, as Path or as offmate.StoragePath(...)"
 
 
 class PathFigures(NamedTuple):
@@ -96,11 +97,13 @@ def _folder(one: object) -> str | os.PathLike[str]:
             f"storage={one!r} is a rate, and training needs a folder: storage=['/mnt/nvme/offmate'], or "
             f"offmate.StoragePath(folder, read={one!r}, write=...) for one whose rates are known"
         )
-    if not isinstance(one, str | os.PathLike):
+    if isinstance(one, FrozenFiles):
         raise ArgumentTypeError(
-            f"storage= has {one!r}, a {type(one).__name__}; name folders as text, as Path or as "
-            "offmate.StoragePath(...)"
+            "storage= says which frozen parameters lie in files of another machine, which only a plan with hardware= "
+            f"takes; on this machine their files are found. Leave it out, and {_EXPECTED}"
         )
+    if not isinstance(one, str | os.PathLike):
+        raise ArgumentTypeError(f"storage= has {one!r}, of type {type(one).__name__}; {_EXPECTED}")
     return one
 
 

@@ -8,6 +8,8 @@ import torch
 
 import offmate
 from offmate import CaptureError, Config, DeviceError, InfeasibleBudget, OffmateError, PlanFileError
+from offmate.errors import ArgumentTypeError
+from offmate.lowering.frozen_files import FrozenFiles
 
 from .loops import AMPLE, CPU_BUDGET, adamw, batch, plain, plan, tiny, trained
 
@@ -40,6 +42,15 @@ def refuses(match, model, error=OffmateError, **settings):
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_another_machine_on_this_one():
+    """What a forecast knows of a checkpoint's files there; no type of the implementation is named."""
+    files = FrozenFiles(frozenset({"weight"}), 1e9, 0)
+    with pytest.raises(ArgumentTypeError, match=r"only a plan with hardware= takes; .* name folders as text") as caught:
+        planned(storage=[files])
+    assert "Frozen" not in str(caught.value)
+    refuses("only a plan with hardware= takes", model := tiny(), optimizer=adamw(model), storage=[files])
 
 
 def test_budget_that_cannot_work():

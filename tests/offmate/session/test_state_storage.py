@@ -417,7 +417,7 @@ def test_paths_that_cannot_be_used(tmp_path, path):
         compiled(tmp_path / "absent")
     with pytest.raises(offmate.OffmateError, match=r"storage='3GB/s' is a rate, and training needs a folder"):
         compiled("3GB/s")
-    with pytest.raises(offmate.OffmateError, match=r"storage= has 3, a int"):
+    with pytest.raises(offmate.OffmateError, match=r"storage= has 3, of type int; name folders as text"):
         compiled([3])
     model, _ = made()
     with pytest.raises(offmate.OffmateError, match="needs optimizer="):
