@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from offmate.solver.instances.casting import casting_at_every_use
 from offmate.solver.instances.synthetic import Precision
 from offmate.solver.plan import Planned, plan
-from offmate.solver.problem import Block, Problem, update_steps
+from offmate.solver.problem import Problem, update_steps
 
 from offmate.machines.hardware import load
 
@@ -52,8 +53,9 @@ def _rows(cards: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     for card in cards:
         for clipped in (False, True):
             float32, alone, copies = (_problem(card, one, clipped) for one in (FLOAT32, GRADIENTS, MASTERS))
-            moved_per_s = load(card).memory_bytes_per_s
-            float32, alone = _with_casts(float32, moved_per_s, (1, 2)), _with_casts(alone, moved_per_s, (1, 1))
+            cast_s = _CAST_BYTES / load(card).memory_bytes_per_s
+            float32 = casting_at_every_use(float32, cast_s, gradients=True)
+            alone = casting_at_every_use(alone, cast_s)
             plans = {"float32": plan(float32), "gradients": plan(alone), "all": plan(copies)}
             faster = min(plans["gradients"], plans["all"], key=_seconds)
             plans["some"] = plan(_mixed(alone, copies, faster))
@@ -69,34 +71,6 @@ def _problem(card: str, precision: Precision, clipped: bool) -> Problem:
         rate = _UPDATE_SHARE * problem.rates.worker_bytes_per_s
         problem = replace(problem, rates=replace(problem.rates, worker_bytes_per_s=rate))
     return gated(problem, update_steps(problem.groups, budget_bytes)) if clipped else problem
-
-
-def _with_casts(problem: Problem, bytes_per_s: float, casts: tuple[int, int]) -> Problem:
-    """Return the problem with casts of weights and gradients in its computes.
-
-    Parameters
-    ----------
-    casts: how many elements each forward and each backward casts, per element of its weights.
-    """
-    made = _elements_made(problem)
-    one_s = [_CAST_BYTES * elements / bytes_per_s for elements in made]
-
-    def cast(block: Block, i: int) -> Block:
-        forward_s, backward_s = (count * one_s[i] for count in casts)
-        options = (
-            replace(o, forward_s=o.forward_s + forward_s, backward_s=o.backward_s + backward_s) for o in block.options
-        )
-        return replace(block, options=tuple(options))
-
-    return replace(problem, blocks=tuple(cast(block, i) for i, block in enumerate(problem.blocks)))
-
-
-def _elements_made(problem: Problem) -> list[int]:
-    """Return, by block, the elements of the gradients that its backward completes."""
-    made = [0] * problem.n_blocks
-    for group in problem.groups:
-        made[problem.pass_steps - 1 - group.grad_steps[-1]] += group.param_bytes // FLOAT32.param_bytes
-    return made
 
 
 def _mixed(whole: Problem, low: Problem, faster: Planned) -> Problem:

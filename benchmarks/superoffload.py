@@ -12,7 +12,9 @@ shorter by (1/116.20 - 1/128.23) s for each TFLOP of it (table 2), and by 0.098 
 the same update kernel, the file's. "Free" lets the program choose where each parameter is updated; "host" updates all
 there, as SuperOffload does but for its last buckets. "No gate" is what a speculation that never misses comes to.
 offmate casts within the chunks of an update, at the file's rate. That rate is an assumption, so its road is also
-counted at 0.55 of the fp32 rate, which was measured on two cores that memory does not limit. Seconds of roads with
+counted at 0.55 of the fp32 rate, which was measured on two cores that memory does not limit. offmate's other road is
+that of a model in float32 under autocast: gradients move in half precision and are cast within the chunks, parameters
+move in single precision, and the device casts them at "each use", in every forward and backward. Seconds of roads with
 casts on the device are lower bounds (`on_road`).
 
 **Table 2.** Its switches in the program: the seconds of the host's Adam by table 3, between 4 and 8 billion parameters;
@@ -32,7 +34,16 @@ from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
-from offmate.solver.instances.casting import FULL_BYTES, LOW_BYTES, OURS, Casts, Exact, Road, on_road
+from offmate.solver.instances.casting import (
+    FULL_BYTES,
+    LOW_BYTES,
+    OURS,
+    Casts,
+    Exact,
+    Road,
+    casting_at_every_use,
+    on_road,
+)
 from offmate.solver.instances.synthetic import Shape, Speeds, llama
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, Rates, Side, update_steps
@@ -40,6 +51,7 @@ from offmate.solver.problem import Problem, Rates, Side, update_steps
 from offmate.machines.hardware import Hardware, load
 
 from .desktop import MASTERS, gated
+from .low_copies import GRADIENTS
 from .overhead import machine
 from .tables import show
 
@@ -90,6 +102,7 @@ PLACES: tuple[tuple[str, Side, bool], ...] = (
     ("host, no gate", "host", False),
     ("host, gate", "host", True),
 )
+AUTOCAST = Road("chunks", "device")
 CPU_CASTS, GPU_CASTS = Road("apart", "apart"), Road("device", "device")
 # The paper's two roads, theirs mixed, and each of its casts on the device with offmate's for the other direction.
 ROADS = (
@@ -130,21 +143,24 @@ def problem_of(shape: Shape, hardware: Hardware, compute_s: float | None = None)
     compute_s: seconds of all forwards and backwards, to which computes are scaled; None for what the rates give.
     """
     casts, device_s = casts_of(hardware), hardware.update_s(1, masters=True)[1]
-    rates = Rates(
-        hardware.in_bytes_per_s,
-        hardware.out_bytes_per_s,
-        hardware.both_bytes_per_s,
-        hardware.manage_s,
-        host_memory_bytes_per_s=hardware.host_memory_bytes_per_s,
-    )
     moved, size = hardware.memory_bytes_per_s, MASTERS.param_bytes
-    speeds = Speeds(hardware.flops_per_s("float16"), moved, size / casts.update_s, size / device_s, rates)
+    speeds = Speeds(hardware.flops_per_s("float16"), moved, size / casts.update_s, size / device_s, _rates(hardware))
     where = (shape, speeds, hardware.default_budget_bytes, hardware.host_memory_bytes)
     plain = llama(*where, precision=MASTERS, whole_layers=True)
     if compute_s is not None:
         updates_s = sum(group.device_update_s for group in plain.groups)
         plain = llama(*where, precision=MASTERS, whole_layers=True, iteration_s=compute_s + updates_s)
     return on_road(plain, OURS, casts)
+
+
+def _rates(hardware: Hardware) -> Rates:
+    return Rates(
+        hardware.in_bytes_per_s,
+        hardware.out_bytes_per_s,
+        hardware.both_bytes_per_s,
+        hardware.manage_s,
+        host_memory_bytes_per_s=hardware.host_memory_bytes_per_s,
+    )
 
 
 def casts_of(hardware: Hardware) -> Casts:
@@ -170,6 +186,17 @@ def predicted(problem: Problem, road: Road, casts: Casts) -> Predicted:
     return Predicted(max(steps), max(planned.solution.objective_s for planned in plans), host_part)
 
 
+def under_autocast(shape: Shape, hardware: Hardware) -> Problem:
+    """Return the problem of a model in float32 under autocast: gradients alone move in half precision."""
+    casts, device_s = casts_of(hardware), hardware.update_s(1, masters=False)[1]
+    host_s, moved_per_s = casts.host_s(AUTOCAST), hardware.memory_bytes_per_s
+    rates = replace(_rates(hardware), worker_bytes_per_s=AUTOCAST.host_bytes / host_s)
+    size = GRADIENTS.param_bytes
+    speeds = Speeds(hardware.flops_per_s("float16"), moved_per_s, size / host_s, size / device_s, rates)
+    where = (shape, speeds, hardware.default_budget_bytes, hardware.host_memory_bytes)
+    return casting_at_every_use(llama(*where, precision=GRADIENTS, whole_layers=True), casts.device_s)
+
+
 def road_rows(name: str, shape: Shape, hardware: Hardware | None = None) -> Iterator[dict[str, Any]]:
     """Yield one row per road: seconds of a step for each placement, without and with a gate."""
     hardware = hardware or load(MACHINE)
@@ -183,6 +210,13 @@ def road_rows(name: str, shape: Shape, hardware: Hardware | None = None) -> Iter
             found = predicted(placed(plain, side, gate), road, seconds)
             row |= {where: found.step_s, f"{where}: program": found.program_s}
         yield row
+    row = {"model": name, "gradient cast": AUTOCAST.gradient, "parameter cast": "each use", "ours": "file"}
+    row |= {"link bytes": sum(AUTOCAST.link_bytes), "host ps": 1e12 * casts.host_s(AUTOCAST)}
+    for where, side, gate in PLACES:
+        planned = plan(placed(under_autocast(shape, hardware), side, gate))
+        step_s = planned.simulation.step_s if planned.simulation else inf
+        row |= {where: step_s, f"{where}: program": planned.solution.objective_s}
+    yield row
 
 
 def switch_rows(shape: Shape, hardware: Hardware | None = None) -> Iterator[dict[str, Any]]:

@@ -98,11 +98,36 @@ def on_road(problem: Problem, road: Road, casts: Casts, exact: Exact = "link") -
     else:
         traffic_bytes += sum(road.link_bytes) - 2 * LOW_BYTES
     return replace(
-        problem,
-        blocks=_with_casts(problem, road, casts.device_s),
+        _with_casts(problem, road, casts.device_s),
         groups=tuple(_timed(group, road, casts) for group in problem.groups),
         rates=replace(problem.rates, worker_bytes_per_s=traffic_bytes / casts.host_s(road)),
     )
+
+
+def casting_at_every_use(problem: Problem, cast_s: float, gradients: bool = False) -> Problem:
+    """Return the problem of a model in single precision whose weights the device casts in every forward and backward.
+
+    Parameters
+    ----------
+    problem: parameters of 4 bytes. cast_s: seconds of one element. gradients: whether backwards cast gradients, too.
+    """
+    made = [0] * problem.n_blocks
+    for group in problem.groups:
+        made[problem.pass_steps - 1 - group.grad_steps[-1]] += group.param_bytes // FULL_BYTES
+    forward_s = [cast_s * n for n in made]
+    return _slower(problem, forward_s, [(1 + gradients) * seconds for seconds in forward_s])
+
+
+def _slower(problem: Problem, forward_s: list[float], backward_s: list[float]) -> Problem:
+    """Return the problem with these seconds more per block."""
+
+    def slower(option: Option, i: int) -> Option:
+        return replace(option, forward_s=option.forward_s + forward_s[i], backward_s=option.backward_s + backward_s[i])
+
+    blocks = (
+        replace(block, options=tuple(slower(o, i) for o in block.options)) for i, block in enumerate(problem.blocks)
+    )
+    return replace(problem, blocks=tuple(blocks))
 
 
 def _moved_in_full(problem: Problem, road: Road) -> Problem:
@@ -161,18 +186,12 @@ def _timed(group: Group, road: Road, casts: Casts) -> Group:
     )
 
 
-def _with_casts(problem: Problem, road: Road, cast_s: float) -> tuple[Block, ...]:
-    """Return the blocks with the device's casts: parameters before their first use, gradients once complete."""
+def _with_casts(problem: Problem, road: Road, cast_s: float) -> Problem:
+    """Return the problem with the device's casts: parameters before their first use, gradients once complete."""
     made, read = [0] * problem.n_blocks, [0] * problem.n_blocks
     for group in problem.groups:
         made[problem.pass_steps - 1 - group.grad_steps[-1]] += _elements(group)
         read[group.uses[0]] += _elements(group)
     forward_s = [cast_s * n if road.parameter == "device" else 0.0 for n in read]
     backward_s = [cast_s * n if road.gradient == "device" else 0.0 for n in made]
-
-    def cast(option: Option, i: int) -> Option:
-        return replace(option, forward_s=option.forward_s + forward_s[i], backward_s=option.backward_s + backward_s[i])
-
-    return tuple(
-        replace(block, options=tuple(cast(o, i) for o in block.options)) for i, block in enumerate(problem.blocks)
-    )
+    return _slower(problem, forward_s, backward_s)
