@@ -19,10 +19,14 @@ log = logging.getLogger("offmate")
 
 
 def may_leave(params: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
-    """Return whether all trained parameters can have memory in files: each has dense memory on the CPU of its own."""
+    """Return whether all trained parameters can have memory in files: each has dense memory on the CPU of its own.
+
+    Parameters on the meta device count as if they had memory of their own.
+    """
     with without_torch_function():
         trained = {name: param for name, param in params if param.requires_grad}
-        on_cpu = all(p.layout is torch.strided and p.is_cpu for p in trained.values())  # `device` is where it is used
+        # `device` is where a parameter is used.
+        on_cpu = all(p.layout is torch.strided and (p.is_cpu or p.is_meta) for p in trained.values())
         return on_cpu and sharing(params).isdisjoint(trained) and all(map(_is_dense, trained.values()))
 
 
