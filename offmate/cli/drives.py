@@ -25,7 +25,7 @@ _RATES = ("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")
 
 
 def planned_storage(
-    given: Sequence[float | StoragePath] | None, machine: Hardware, parameters: bool
+    given: Sequence[float | StoragePath] | None, machine: Hardware, parameters: bool = False
 ) -> float | tuple[StoragePath, ...] | None:
     """Return what `--storage` names, as `offmate.plan` takes it: each folder with the rates of the machine's file.
 
