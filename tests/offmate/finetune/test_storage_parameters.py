@@ -84,7 +84,7 @@ def test_equals_plain_pytorch_and_weights_are_not_read_into_ram(base, drive, tmp
 
 
 def test_weights_in_another_dtype_are_written_to_a_folder_first(base, drive, tmp_path, monkeypatch):
-    more = {"precision": "bf16-master", "gpu_budget": "310KiB", "cpu_budget": "50KiB"}
+    more = {"precision": "bf16-master", "gpu_budget": "330KiB", "cpu_budget": "50KiB"}
     whole, output = tmp_path / "whole", tmp_path / "out"
     expected = finetune(usual(base, whole, drive, storage_parameters=None, **{**more, "cpu_budget": "4GiB"}))
     monkeypatch.setattr(weights_read, "read_weights", None)
