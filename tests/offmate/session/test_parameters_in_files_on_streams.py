@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +117,7 @@ def test_where_ram_has_room_all_are_pinned_and_none_is_in_files(path, folder):
 
 
 def _beside(folder: offmate.StoragePath) -> offmate.StoragePath:
-    other = folder.folder.parent / "other"  # type: ignore[union-attr]
+    other = Path(folder.folder).parent / "other"
     other.mkdir()
     return offmate.StoragePath(other, read="1GB/s", write="1GB/s")
 
