@@ -206,14 +206,15 @@ def plan(
     if machine is not None:
         request = _elsewhere(request, machine, gpu_budget)
     if machine is None:
-        drives = storage_here(_storage(storage, optimizer is not None), request.device)
-        if drives is not None and drives.for_parameters:  # as a session decides
-            drives = replace(drives, for_parameters=may_leave(tuple(model.named_parameters())))
-        request = replace(request, storage=drives)
+        request = replace(request, storage=storage_here(_storage(storage, optimizer is not None), request.device))
         known: contextlib.AbstractContextManager[FrozenFiles | None] = files_here(model, request)
     else:
         request = with_drives(model, storage, request, machine, optimizer is not None)
         known = contextlib.nullcontext(request.files)
+    drives = request.storage
+    if drives is not None and drives.for_parameters:  # as a session decides
+        drives = replace(drives, for_parameters=may_leave(tuple(model.named_parameters())))
+        request = replace(request, storage=drives)
     with known as files:
         request = replace(request, files=files)
         return _planned(model, example_inputs, batch_size, request, optimizer, names, machine, fewest)

@@ -72,6 +72,11 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         "7GB/s,5GB/s, or with a folder: optimizer states may lie on it, too. BOTH is the rate of reads and writes "
         "together (default: as if they took turns). It may be given several times, for several drives",
     )
+    parser.add_argument(
+        "--storage-parameters",
+        action="store_true",
+        help="trained parameters may lie on the drives of --storage, too, where RAM has no room for their values",
+    )
 
 
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:

@@ -25,17 +25,28 @@ _RATES = ("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")
 
 
 def planned_storage(
-    given: Sequence[float | StoragePath] | None, machine: Hardware
+    given: Sequence[float | StoragePath] | None, machine: Hardware, parameters: bool = False
 ) -> float | tuple[StoragePath, ...] | None:
     """Return what `--storage` names, as `offmate.plan` takes it: each folder with the rates of the machine's file.
 
-    Raises: ArgumentValueError for a folder that the file does not list, and for a rate of reads alone among several.
+    Parameters
+    ----------
+    parameters: whether trained parameters may lie there, too.
+
+    Raises: ArgumentValueError for a folder that the file does not list, for a rate of reads alone among several, and
+    for parameters where nothing can be written.
     """
     from ..runtime.storage.folders import StoragePath
 
+    alone = [one for one in given or () if isinstance(one, float)]
+    if parameters and (alone or not given):
+        raise ArgumentValueError(
+            "--storage-parameters writes trained parameters to the drives of --storage in every step, and "
+            f"{f'of one only the rate of reads is given, {_rate(alone[0])}' if alone else 'none is named'}; add a "
+            "folder or READ,WRITE, such as --storage 7GB/s,5GB/s, or leave it out"
+        )
     if not given:
         return None
-    alone = [one for one in given if isinstance(one, float)]
     if alone and len(given) > 1:
         raise ArgumentValueError(
             f"--storage names several drives, and for one of them only the rate of reads, {_rate(alone[0])}; write "
@@ -49,7 +60,7 @@ def planned_storage(
             paths.append(_listed(os.fspath(path.folder), machine))
         else:
             paths.append(replace(path, folder=f"drive {number}") if len(given) > 1 else path)
-    return tuple(paths)
+    return tuple(replace(path, parameters=parameters) for path in paths)
 
 
 def _listed(folder: str, machine: Hardware) -> StoragePath:

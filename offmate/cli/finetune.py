@@ -104,6 +104,12 @@ def settings_options() -> tuple[argparse.ArgumentParser, dict[str, str]]:
             "parameters in another dtype; several ones, each on a drive of its own, share the states; none names none "
             "(default: none)",
         ),
+        parser.add_argument(
+            "--storage-parameters",
+            action=argparse.BooleanOptionalAction,
+            help="trained parameters may lie in the folders of --storage, too, where RAM has no room for their values; "
+            "weights are then mapped from their files and not read into RAM (default: no)",
+        ),
         parser.add_argument("--report", nargs="+", metavar="NAME", help="where else to report: tensorboard, wandb"),
         parser.add_argument(
             "--sample", nargs="+", metavar="PROMPT", help="let the model continue these prompts after each evaluation"

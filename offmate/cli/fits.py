@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .shapes import configuration, names
 
     machine = load(arguments.hardware)
-    arguments.storage = planned_storage(arguments.storage, machine)
+    arguments.storage = planned_storage(arguments.storage, machine, arguments.storage_parameters)
     arguments.gpu_budget = arguments.gpu_budget or machine.default_budget_bytes
     models = arguments.only or [name for name in names() if not name.startswith(_TOY)]
     configurations = {model: configuration(model) for model in models}

@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     machine = load(arguments.hardware)
-    arguments.storage = planned_storage(arguments.storage, machine)
+    arguments.storage = planned_storage(arguments.storage, machine, arguments.storage_parameters)
     training = Training(
         arguments.model,
         arguments.dtype,

@@ -119,9 +119,9 @@ def base_forecast(
             raise StorageError("this system does not say which memory is mapped from files")
     except (StorageError, LibraryError) as error:
         return BaseForecast(reason=f"RAM is short, but the base cannot be read from files: {error}")
-    stored = _stored(files, frozen)
+    stored = stored_as_used(files, frozen)
     others = {name: sizes[name] for name in frozen if name not in stored}
-    place = _place(paths, sum(others.values()))
+    place = first_with_room(paths, sum(others.values()))
     if place is not None and place.rates is not None and sum(others.values()) > sum(sizes[name] for name in stored):
         rate, rate_is = place.rates[0], "as measured"
     return BaseForecast(
@@ -143,10 +143,10 @@ def _rate(files: list[Path], paths: tuple[StoragePath, ...]) -> tuple[float, str
         return read_rate(files[-1], _PROBE_BYTES), "as measured"
 
 
-def _stored(files: list[Path], frozen: dict[str, torch.nn.Parameter]) -> set[str]:
+def stored_as_used(files: list[Path], params: dict[str, torch.nn.Parameter]) -> set[str]:
     """Return the parameters that a checkpoint has as they are, to judge by shapes and dtypes; all if it is not here."""
     if not files:
-        return set(frozen)
+        return set(params)
     left: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
     for file in files:
         try:
@@ -154,7 +154,7 @@ def _stored(files: list[Path], frozen: dict[str, torch.nn.Parameter]) -> set[str
         except DAMAGE:
             continue  # loading names the fault
     found = set()
-    for name, param in frozen.items():
+    for name, param in params.items():
         kind = (tuple(param.shape), param.dtype)
         if left[kind]:
             left[kind] -= 1
@@ -162,6 +162,6 @@ def _stored(files: list[Path], frozen: dict[str, torch.nn.Parameter]) -> set[str
     return found
 
 
-def _place(paths: tuple[StoragePath, ...], n_bytes: int) -> StoragePath | None:
+def first_with_room(paths: tuple[StoragePath, ...], n_bytes: int) -> StoragePath | None:
     """Return the first folder with room for a file; the first one if none has, None if there is none."""
     return next((path for path in paths if has_room(Path(path.folder), n_bytes)), paths[0] if paths else None)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from ..errors import OffmateError, StorageError
 from ..runtime.torch_names.trees import tree_leaves
-from ..session.linked_states import STATES, check_whole, handing_out_none, session_of, taken_out
+from ..session.linked_states import STATES, all_taken_out, check_whole, handing_out_none, session_of, taken_out
 from ..split import Split
 from .folders import faults, move_in, read_manifest, remove, write_aside
 from .state_links import Record, linked_states
@@ -72,7 +72,7 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint below `folder`, and remove all but the newest `keep`.
 
-    Optimizer states that lie in files are linked, in a folder on each of their paths.
+    Optimizer states and weights that lie in files are linked, in a folder on each of their paths.
 
     Parameters
     ----------
@@ -87,9 +87,13 @@ def save_checkpoint(
         whole = updates.state_dict()
 
     def write(aside: Path) -> None:
-        model.save_pretrained(aside)
         below = record.new_folder(step_name(moment.step), storage)
-        state, linked = taken_out(session, whole, below)
+        if hasattr(model, "peft_config"):  # what an adapter trains is small
+            state, linked = taken_out(session, whole, below)
+            model.save_pretrained(aside)
+        else:
+            state, rest, linked = all_taken_out(session, whole, model.state_dict(), below)
+            model.save_pretrained(aside, state_dict=rest)
         if linked.tensors:
             linked.save(aside / STATES)
         torch.save(state, aside / _UPDATES)

@@ -25,6 +25,7 @@ from ..sizes import format_bytes, format_least_bytes, parse_budget
 from .base_forecast import BaseForecast, base_forecast
 from .checkpoint import PLAN, Moment
 from .data import check_source, is_of_hub, pieces
+from .mapped_weights import MappedWeights, mapped_weights
 from .names import CHECKPOINTS, NEW_TOKENS, SETTINGS, TOKENS
 from .needs import Needs, machine_of, memory_doubt, merge_doubt, model_without_weights, needs_of, no_card
 from .packing import Batch, Batches, Packed, read_tokens, verify_tokens, write_tokens
@@ -58,7 +59,7 @@ class Position:
     ----------
     kind: the device, as `device_kind` returns it. folder: the model's. place: that of tokens and checkpoints.
     sources: the base model and the data as the run began with them. folders: those that optimizer states may leave to.
-    base: where the parameters of a frozen base can lie.
+    base: where the parameters of a frozen base can lie. mapped: where trained ones do before the first step.
     """
 
     settings: Settings
@@ -72,6 +73,7 @@ class Position:
     sources: Sources
     folders: StateFolders
     base: BaseForecast = field(default_factory=BaseForecast)
+    mapped: MappedWeights = field(default_factory=MappedWeights)
 
     @property
     def done(self) -> int:
@@ -104,11 +106,17 @@ def prepared(at: Position, shown: list[Example], talk: Talk) -> tuple[Position, 
         bare = model_without_weights(at.settings, at.folder)
     forecast = Loaded(bare, UpdateRule(bare, at.settings))
     machine, strange = machine_of(at.kind)
-    at = replace(at, base=base_forecast(bare, at.folder, at.folders.paths, _host_budget_bytes(at.settings)))
-    needs = replace(needs_of(at.settings, bare, forecast.updates, machine), file_bytes=at.base.file_bytes)
+    host_bytes = _host_budget_bytes(at.settings)
+    at = replace(
+        at,
+        base=base_forecast(bare, at.folder, at.folders.paths, host_bytes),
+        mapped=mapped_weights(at.settings, bare, at.folder, at.checkpoint, at.folders, host_bytes),
+    )
+    needs = needs_of(at.settings, bare, forecast.updates, machine)
+    needs = replace(needs, file_bytes=at.base.file_bytes, leaving_bytes=at.mapped.leaving_bytes)
     disk = disk_doubt(Path(at.settings.output), needs.disk_bytes(at.settings))
     first = _first_doubts(at, needs) + [strange] * bool(strange) + disk
-    lines = first_lines(at.settings, at.kind, needs) + at.base.lines()
+    lines = first_lines(at.settings, at.kind, needs) + at.base.lines() + at.mapped.lines()
     talk.say(lines, event="needs", lines=lines, doubts=first)
     if disk and not talk.dry_run:
         raise OffmateError(disk[0])
@@ -149,7 +157,7 @@ def _first_doubts(at: Position, needs: Needs) -> list[str]:
     """List what looks wrong before anything is planned."""
     found = [no_card()] if at.settings.device is None and at.kind == EMULATED and not _was_emulated(at) else []
     needed = needs.host_bytes(at.kind, at.settings)
-    found += memory_doubt(needed, needed - needs.hosted_bytes) + at.base.doubt()
+    found += memory_doubt(needed, needed - needs.hosted_bytes) + at.base.doubt() + at.mapped.doubt()
     return found + (merge_doubt(needs.weights_bytes) if at.settings.merge and needs.file_bytes else [])
 
 
@@ -281,7 +289,8 @@ def _forecast(
         raise lack
     tight = at.tight(preview)
     new = preview.doubts(memory=not short) + tight
-    files = (at.base.read_bytes_per_s, host) if at.base.file_bytes else None
+    rate = at.base.read_bytes_per_s if at.base.file_bytes else at.folders.read_bytes_per_s
+    files = (rate, host) if at.base.file_bytes or at.mapped.maps else None
     lines = preview.lines() + at.folders.lines(plan, settings.keep_checkpoints)
     lines += sample_lines(settings, at.prompts, bare.model, budget, at.kind, machine, files)
     talk.say(lines, event="plan", lines=lines, doubts=first + new)

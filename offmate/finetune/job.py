@@ -102,7 +102,7 @@ def _begin(settings: Settings, place: Place, resume: bool, talk: Talk) -> None:
         remove_unfinished(output / CHECKPOINTS)
     checkpoint = newest_checkpoint(output / CHECKPOINTS, settings.storage) if resume else None
     moment = load_moment(checkpoint) if checkpoint is not None else None
-    folders = measured(settings.storage)
+    folders = measured(settings.storage, settings.storage_parameters)
     sources = read_sources(output) if resume else Sources()
     folder = model_folder(settings.model, weights=False, revision=sources.revision)
     check_description(sources, folder, weights=checkpoint is None or settings.lora is not None)
@@ -164,7 +164,7 @@ def _load(at: Position) -> tuple[Position, Loaded]:
             )
     folder = model_folder(at.settings.model, revision=at.sources.revision)
     digests: dict[str, str] = {}
-    model = build_model(at.settings, folder, at.checkpoint, digests, at.base.in_files)
+    model = build_model(at.settings, folder, at.checkpoint, digests, at.base.in_files or at.mapped.in_files)
     check_weights(at.sources, folder, digests)
     if at.settings.lora is not None and at.checkpoint is not None:
         warn_if_unknown(at.sources, folder)

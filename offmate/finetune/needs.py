@@ -34,7 +34,8 @@ class Needs:
     Parameters
     ----------
     n_params, n_trained: numbers of parameters, adapters included. weights_bytes: all of them in RAM.
-    file_bytes: of those that can lie in files, because RAM is short.
+    file_bytes: of those of a base that can lie in files, because RAM is short. leaving_bytes: of trained ones that may
+        lie in the folders of `--storage`.
     largest_bytes: the largest tensor, which has to be on the device as a whole.
     saved_bytes, states_bytes: weights and optimizer states of a checkpoint.
     flops_per_token: of products with weights. tokens_per_s: what the machine's matrix rate would allow.
@@ -49,18 +50,22 @@ class Needs:
     flops_per_token: float
     tokens_per_s: float
     file_bytes: int = 0
+    leaving_bytes: int = 0
 
-    def disk_bytes(self, settings: Settings, stored_bytes: int | None = None) -> int:
+    def disk_bytes(self, settings: Settings, stored_bytes: int | None = None, stored_weights_bytes: int = 0) -> int:
         """Return the most that checkpoints and the result take: a new checkpoint is written before an old one goes.
 
         Parameters
         ----------
-        stored_bytes: of the states that lie in the folders of `--storage`, where checkpoints link them; None if that is
-            not known yet, so that it may be all of them.
+        stored_bytes: of the states and parameters that lie in the folders of `--storage`, where checkpoints link them;
+            None if that is not known yet, so that it may be all of them. stored_weights_bytes: those of parameters.
         """
-        kept = self.kept_bytes(settings) if stored_bytes is None else self.states_bytes - stored_bytes
+        kept, linked = self.kept_bytes(settings), self.leaving_bytes
+        if stored_bytes is not None:
+            kept, linked = self.states_bytes - (stored_bytes - stored_weights_bytes), stored_weights_bytes
+        weights = self.saved_bytes - (linked if settings.lora is None else 0)  # adapters are copied
         merged = self.weights_bytes if settings.merge else 0
-        return (self.saved_bytes + max(0, kept)) * (settings.keep_checkpoints + 1) + self.saved_bytes + merged
+        return (max(0, weights) + max(0, kept)) * (settings.keep_checkpoints + 1) + self.saved_bytes + merged
 
     def host_bytes(self, kind: str, settings: Settings) -> int:
         """Return the least RAM; where the CPU emulates the device, that also holds the states that cannot leave it."""
@@ -69,7 +74,7 @@ class Needs:
     @property
     def hosted_bytes(self) -> int:
         """Bytes of the parameters that have to be in RAM."""
-        return self.weights_bytes - self.file_bytes
+        return self.weights_bytes - self.file_bytes - self.leaving_bytes
 
     def kept_bytes(self, settings: Settings) -> int:
         """Return the bytes of optimizer states that have to stay in memory, since no folder is named for them."""

@@ -18,7 +18,7 @@ from .packing import Batches, Packed
 from .report import format_left, format_steps
 from .settings import Settings
 from .source_files import skipped_line, source_files
-from .state_folders import stored_bytes
+from .state_folders import stored_bytes, stored_weights_bytes
 from .tokenizing import BEGIN, END, LEFT_OUT, Example
 
 _SLOW, _SLOW_S = 5.0, 1.0  # multiple of the compute; steps of fewer seconds are never called slow
@@ -137,7 +137,7 @@ class Preview:
     @property
     def disk_bytes(self) -> int:
         """Predicted bytes of checkpoints and the result in the output folder."""
-        return self.needs.disk_bytes(self.settings, stored_bytes(self.plan))
+        return self.needs.disk_bytes(self.settings, stored_bytes(self.plan), stored_weights_bytes(self.plan))
 
     def lines(self, source: str = DEVICE_RATES) -> list[str]:
         """Write a line each: data, training, whether it fits, RAM and disk, speed, how long it takes.

@@ -21,7 +21,9 @@ from .sources import Sources, check_description, check_weights, warn_if_unknown
 from .weights import DTYPES, load_model, load_tokenizer, with_saved_adapter
 
 MERGED = "merged"
-_ELSEWHERE = ("device", "gpu_budget", "cpu_budget", "storage", "push", "report")  # of the machine, not of the result
+_ELSEWHERE = (  # of the machine, not of the result
+    "device", "gpu_budget", "cpu_budget", "storage", "storage_parameters", "push", "report",
+)  # fmt: skip
 
 
 @dataclass

@@ -42,8 +42,8 @@ _OPEN: dict[str, Any] = {
 # Settings that do not change the numbers, so a run may be resumed with other values. Budgets are among them, since
 # checkpoints store who updates what and a resumed run keeps that split.
 _FREE = (
-    "gpu_budget", "cpu_budget", "storage", "eval_every", "checkpoint_every", "keep_checkpoints", "report", "output",
-    "merge", "sample", "sample_tokens", "push", "speculate",
+    "gpu_budget", "cpu_budget", "storage", "storage_parameters", "eval_every", "checkpoint_every", "keep_checkpoints",
+    "report", "output", "merge", "sample", "sample_tokens", "push", "speculate",
 )  # fmt: skip
 
 
@@ -57,6 +57,7 @@ class Settings:
     gpu_budget, cpu_budget: sizes or "auto". device: as in `offmate.compile`.
     storage: folders, each on a disk of its own, for what RAM has no room for: optimizer states, and parameters of a
         frozen base that the checkpoint does not have as the run uses them.
+    storage_parameters: trained parameters may lie in these folders, too, where RAM has no room for their values.
     sequence_length: tokens per sequence; None takes 1024, or the model's limit if that is less.
     batch_size: sequences per micro-batch. accumulation: micro-batches per step; "auto" lets the planner choose when the
         run begins, and the run keeps what it chose.
@@ -87,6 +88,7 @@ class Settings:
     cpu_budget: str = "auto"
     device: str | None = None
     storage: tuple[str, ...] = field(default=())
+    storage_parameters: bool = False
     sequence_length: int | None = None
     batch_size: int = 4
     accumulation: int | Literal["auto"] = 1
@@ -152,8 +154,14 @@ class Settings:
                 raise ArgumentValueError(f"sample is {short(prompt)}; write a prompt as UTF-8 text, or a list of them")
         if self.push is not None and not (isinstance(self.push, str) and _REPOSITORY.fullmatch(self.push)):
             raise ArgumentValueError(f"push is {short(self.push)}; name a repository of the Hub, such as me/my-model")
-        if not isinstance(self.merge, bool):
-            raise ArgumentValueError(f"merge is {short(self.merge)}; it must be true or false")
+        for name in ("merge", "storage_parameters"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentValueError(f"{name} is {short(getattr(self, name))}; it must be true or false")
+        if self.storage_parameters and not self.storage:
+            raise ArgumentValueError(
+                "storage_parameters keeps trained parameters in the folders of storage, and none is named; add "
+                "--storage DIR, or leave it out (--no-storage-parameters)"
+            )
         if not isinstance(self.speculate, bool) and self.speculate != "auto":
             raise ArgumentValueError(f"speculate is {short(self.speculate)}; it must be true, false or auto")
         if self.merge and self.lora is None:
@@ -252,6 +260,8 @@ def differences(saved: Settings, given: Mapping[str, Any]) -> list[str]:
 def continued(saved: Settings, given: Mapping[str, Any]) -> Settings:
     """Return a run's settings with the given ones in their place; one that leaves a value open changes nothing."""
     asked = {name: value for name, value in given.items() if name not in _OPEN or value != _OPEN[name]}
+    if "storage" in asked and not _folders(asked["storage"]):
+        asked = {"storage_parameters": False, **asked}  # they were for folders that are no longer named
     return make_settings({**vars(saved), **asked})
 
 

@@ -1,4 +1,4 @@
-"""The folders that a run's optimizer states may leave to: checked and measured before anything of the model is read."""
+"""The folders that a run's states and parameters may leave to: checked and measured before the model is read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..progress import working
 from ..runtime.storage.engine import Engine
 from ..runtime.storage.folders import StoragePath
 from ..sizes import format_bytes
+from ..solver.items import parameter
 from .state_links import Record
 
 
@@ -67,6 +68,11 @@ class StateFolders:
         """What `storage=` takes."""
         return self.paths or None
 
+    @property
+    def read_bytes_per_s(self) -> float:
+        """The rate at which all of them are read together; 0 without any."""
+        return sum(path.rates[0] for path in self.paths if path.rates is not None)
+
     def lines(self, plan: Plan, keep: int) -> list[str]:
         """Write what checkpoints need on the drives, and where they copy; nothing if no states lie there.
 
@@ -81,7 +87,7 @@ class StateFolders:
         for drive in self.drives:
             needed = drive.sets(keep) * int(one_set * drive.share)
             found.append(
-                f"checkpoints: {drive.folder} needs {format_bytes(needed)} for the states in use and in {keep} "
+                f"checkpoints: {drive.folder} needs {format_bytes(needed)} for the {_what(plan)} in use and in {keep} "
                 f"{'checkpoint' if keep == 1 else 'checkpoints'}, and has {format_bytes(drive.free_bytes)} free"
             )
             if drive.linkless:
@@ -99,10 +105,10 @@ class StateFolders:
         keep: how many checkpoints stay. checkpoints: their folder; what they have already counts as free.
         beside_bytes: that the folder's own disk needs besides, for weights and what is not in files.
         """
-        return list(self._doubts(stored_bytes(plan), keep, checkpoints, beside_bytes))
+        return list(self._doubts(plan, keep, checkpoints, beside_bytes))
 
-    def _doubts(self, one_set: int, keep: int, checkpoints: Path, beside_bytes: int) -> Iterator[str]:
-        record = Record(checkpoints)
+    def _doubts(self, plan: Plan, keep: int, checkpoints: Path, beside_bytes: int) -> Iterator[str]:
+        one_set, record = stored_bytes(plan), Record(checkpoints)
         for drive in self.drives if one_set else ():
             room = int((1 - KEPT_FREE) * drive.free_bytes) + record.kept_bytes(drive.folder)
             needed, shared = drive.sets(keep) * int(one_set * drive.share), _same_disk(drive.folder, checkpoints)
@@ -110,15 +116,25 @@ class StateFolders:
             if needed + (beside_bytes if shared else 0) > room:
                 besides = f", which also gets {format_bytes(beside_bytes)} of the output," if shared else ""
                 yield (
-                    f"optimizer states need {format_bytes(needed)} in {drive.folder}{besides} for those in use and in "
-                    f"{keep} checkpoints, and there is room for {format_bytes(room)}; free space there, keep fewer "
-                    "checkpoints (keep_checkpoints), or name a folder on another drive as well"
+                    f"optimizer {_what(plan)} need {format_bytes(needed)} in {drive.folder}{besides} for those in use "
+                    f"and in {keep} checkpoints, and there is room for {format_bytes(room)}; free space there, keep "
+                    "fewer checkpoints (keep_checkpoints), or name a folder on another drive as well"
                 )
 
 
 def stored_bytes(plan: Plan) -> int:
     """Return the bytes that a plan keeps in files."""
     return plan.schedule.bytes_in_files
+
+
+def stored_weights_bytes(plan: Plan) -> int:
+    """Return those among them that are of trained parameters."""
+    sizes = plan.schedule.item_bytes
+    return sum(sizes.get(parameter(name), 0) for name in plan.schedule.parameters_in_files)
+
+
+def _what(plan: Plan) -> str:
+    return "states and parameters" if stored_weights_bytes(plan) else "states"
 
 
 def _bytes_in(folder: Path) -> int:
@@ -130,8 +146,12 @@ def _same_disk(folder: Path, other: Path) -> bool:
     return folder.exists() and os.stat(folder).st_dev == os.stat(near).st_dev
 
 
-def measured(folders: tuple[str, ...]) -> StateFolders:
+def measured(folders: tuple[str, ...], parameters: bool = False) -> StateFolders:
     """Measure the drives of these folders; nothing stays in them.
+
+    Parameters
+    ----------
+    parameters: whether trained parameters may lie there, too.
 
     Raises: StorageError for a folder that is missing, in use or cannot be written to, ArgumentValueError for a rate in
     its place and for two folders on one drive.
@@ -147,10 +167,10 @@ def measured(folders: tuple[str, ...]) -> StateFolders:
         Drive(folder, share, one.free_bytes, linkless.get(folder, ""))
         for folder, share, one in zip((Path(path.folder).resolve() for path in paths), proportions(figures), figures)
     )
-    return StateFolders(tuple(_with_rates(path, one) for path, one in zip(paths, figures)), tuple(drives))
+    return StateFolders(tuple(_with_rates(path, one, parameters) for path, one in zip(paths, figures)), tuple(drives))
 
 
-def _with_rates(path: StoragePath, figures: PathFigures) -> StoragePath:
-    """Return a path with its rates, so that it is measured once."""
+def _with_rates(path: StoragePath, figures: PathFigures, parameters: bool) -> StoragePath:
+    """Return a path with its rates, so that it is measured once, and with what it is for."""
     rates = figures.read_bytes_per_s, figures.write_bytes_per_s, figures.both_bytes_per_s
-    return StoragePath(path.folder, *rates)
+    return StoragePath(path.folder, *rates, parameters=parameters)

@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..transformers_names import kept_in_float32
 from .base_files import InFiles
 from .lora import ALL_LINEAR, Lora
 from .settings import Settings
+from .state_links import linked_states
 from .weight_files import DAMAGE, DTYPES_IN_FILES, digests_of, entries_of, read_weights
 
 log = logging.getLogger("offmate")
@@ -109,12 +110,19 @@ def build_model(
     ----------
     folder: that of the base model. checkpoint: folder of the run's newest checkpoint, None at its start.
     digests: is filled with those of the base model's weights by file, as far as they are read.
-    in_files: leaves the base of an adapter in files; None reads it into RAM.
+    in_files: leaves weights in files, those of the base of an adapter or those that are trained and may leave to other
+        files; None reads them into RAM.
     """
     torch.manual_seed(settings.seed)
     dtype = DTYPES[settings.precision]
     if settings.lora is None:
-        return load_model(checkpoint or folder, dtype, digests if checkpoint is None else None).train()
+        if checkpoint is None:
+            return load_model(folder, dtype, digests, in_files).train()
+        linked: dict[str, torch.Tensor] = {}
+        linked_states(checkpoint, settings.storage).put_into_weights(linked)
+        if in_files is None:
+            linked = {name: tensor.clone() for name, tensor in linked.items()}
+        return load_model(checkpoint, dtype, None, in_files, linked).train()
     model = load_model(folder, dtype, digests, in_files)
     # peft writes the base model's name into the adapter's configuration.
     model.name_or_path = settings.model
@@ -124,7 +132,11 @@ def build_model(
 
 
 def load_model(
-    folder: Path, dtype: torch.dtype, digests: dict[str, str] | None = None, in_files: InFiles | None = None
+    folder: Path,
+    dtype: torch.dtype,
+    digests: dict[str, str] | None = None,
+    in_files: InFiles | None = None,
+    linked: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
     """Load a causal language model into its own memory, with at most one copy of the weights at any time.
 
@@ -132,7 +144,7 @@ def load_model(
     ----------
     digests: is filled with the SHA-256 digest of the content of each file of weights, by its place below the folder;
         None computes none.
-    in_files: maps the weights instead, which must not be trained then.
+    in_files: maps the weights instead. linked: weights that the folder's files lack, by name.
 
     Raises: OffmateError if weights are missing or cannot be read.
     """
@@ -140,7 +152,7 @@ def load_model(
 
     config = load_config(folder)
     model_class = model_class_of(config)
-    with _weights(folder, model_class, dtype, digests, in_files) as state:
+    with _weights(folder, model_class, dtype, digests, in_files, linked or {}) as state:
         try:
             model, report = model_class.from_pretrained(
                 None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
@@ -159,18 +171,26 @@ def load_model(
 
 @contextlib.contextmanager
 def _weights(
-    folder: Path, model_class: Any, dtype: torch.dtype, digests: dict[str, str] | None, in_files: InFiles | None
+    folder: Path,
+    model_class: Any,
+    dtype: torch.dtype,
+    digests: dict[str, str] | None,
+    in_files: InFiles | None,
+    linked: Mapping[str, torch.Tensor],
 ) -> Iterator[dict[str, Any]]:
     """Yield a model's weights by name, from which transformers makes its parameters inside the body."""
+    if linked and not any(folder.glob("*.safetensors")):
+        yield dict(linked)
+        return
     if in_files is None:
         # The modules that a class keeps in float32 must not lose digits while they are read.
-        yield dict(read_weights(folder, dtype, kept_in_float32(model_class), digests))
+        yield dict(read_weights(folder, dtype, kept_in_float32(model_class), digests)) | dict(linked)
         return
     known = digests_of(folder, keep_cached=False) if digests is not None or in_files.place is not None else {}
     if digests is not None:
         digests |= known
     with in_files.state(folder, model_class, dtype, known) as state:
-        yield state
+        yield state | dict(linked)
 
 
 def model_class_of(config: Any) -> Any:

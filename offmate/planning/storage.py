@@ -170,12 +170,12 @@ def storage_here(paths: Sequence[StoragePath], device: str) -> StateFiles | None
     with Engine(paths) as engine:  # says what is wrong with them
         buffers_bytes = engine.staging_bytes
     found = together([figures_of(path) for path in paths], buffers_bytes + _on_the_way_bytes(device))
-    return replace(found, for_parameters=takes_parameters(paths, accelerator(device) is None))
+    return replace(found, for_parameters=take_parameters(paths))
 
 
-def takes_parameters(paths: Sequence[StoragePath], emulated: bool) -> bool:
-    """Return whether trained parameters may lie on storage paths, too: so far, on the emulated device only."""
-    return emulated and all(path.parameters for path in paths)
+def take_parameters(paths: Sequence[StoragePath]) -> bool:
+    """Return whether trained parameters may lie on storage paths, too, which all of them have to allow."""
+    return all(path.parameters for path in paths)
 
 
 def _on_the_way_bytes(device: str) -> int:
@@ -228,7 +228,7 @@ def with_drives(
     figures = [figures_elsewhere(path, machine) for path in paths]
     on_the_way = 0 if request.device == EMULATED else 2 * BUFFERS_BYTES
     found = together(figures, on_the_way + len(paths) * N_THREADS * REQUEST_BYTES)
-    found = replace(found, for_parameters=takes_parameters(paths, request.device == EMULATED))
+    found = replace(found, for_parameters=take_parameters(paths))
     files = files_elsewhere(model, found.read_bytes_per_s, request.host_budget_bytes)
     return replace(request, files=files, storage=found if planned else None)
 

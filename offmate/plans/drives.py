@@ -17,17 +17,17 @@ RATED_WORDS = (
 """A drive's usual rating: an assumption, to compare with what is written."""
 
 
-def stored_words(moved: tuple[int, int], path: Path, step_s: float) -> str:
+def stored_words(moved: tuple[int, int], path: Path, step_s: float, what: str = "optimizer states") -> str:
     """Say how much is read and written on all storage paths per step, how long that takes, and how it wears drives.
 
     Parameters
     ----------
-    moved: bytes that are read and written per step. path: the links to the storage paths together.
+    moved: bytes that are read and written per step. path: the links to the storage paths together. what: moves.
     """
     read, written = moved
     rates = path.in_bytes_per_s, path.out_bytes_per_s, path.alike_bytes_per_s
     return (
-        f"{format_bytes(read)} of optimizer states are read from the storage paths per step, and "
+        f"{format_bytes(read)} of {what} are read from the storage paths per step, and "
         f"{format_bytes(written)} written: {_busy(moved, rates, step_s)} of the step. {_STEPS:,} steps write "
         f"{format_wear(_STEPS * written)}; {RATED_WORDS}"
     )

@@ -240,7 +240,8 @@ class Plan:
     def stored_words(self) -> str:
         """How much is read and written on the storage paths per step, how long that takes, and how it wears drives."""
         (path,) = (tier.path for tier in self.schedule.rates.tiers if tier.for_states)
-        return stored_words(self.stored_bytes, path, self.predicted_step_s)
+        what = "optimizer states and parameters" if self.schedule.trained_homes else "optimizer states"
+        return stored_words(self.stored_bytes, path, self.predicted_step_s, what)
 
     @property
     def path_words(self) -> list[str]:

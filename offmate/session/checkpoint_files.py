@@ -201,7 +201,7 @@ def sharing(params: Sequence[tuple[str, torch.nn.Parameter]]) -> set[str]:
     """Return the parameters whose memory overlaps with that of another one."""
     spans = []
     for name, param in params:
-        if param.layout == torch.strided and param.numel() and param.device.type == "cpu":
+        if param.layout == torch.strided and param.numel() and param.is_cpu:  # `device` is where it is used
             size = 1 + sum((n - 1) * stride for n, stride in zip(param.shape, param.stride()))
             spans.append((param.data_ptr(), param.data_ptr() + size * param.element_size(), name))
     found: set[str] = set()

@@ -196,7 +196,7 @@ class Truth:
         if param.data_ptr() == own.data_ptr() and param.dtype == own.dtype and param.shape == own.shape:
             return
         before = (own.dtype, tuple(own.shape), own.stride(), own.device.type)
-        after = (param.dtype, tuple(param.shape), param.stride(), param.device.type)
+        after = (param.dtype, tuple(param.shape), param.stride(), _data(param).device.type)  # not where it is used
         if before != after:
             raise ProtocolError(
                 f"{name} changed from {before} to {after} (dtype, shape, strides, device) after offmate.compile; the "

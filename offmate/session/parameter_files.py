@@ -19,10 +19,14 @@ log = logging.getLogger("offmate")
 
 
 def may_leave(params: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
-    """Return whether all trained parameters can have memory in files: each has dense memory on the CPU of its own."""
+    """Return whether all trained parameters can have memory in files: each has dense memory on the CPU of its own.
+
+    Parameters on the meta device count as if they had memory of their own.
+    """
     with without_torch_function():
         trained = {name: param for name, param in params if param.requires_grad}
-        on_cpu = all(p.layout is torch.strided and p.device.type == "cpu" for p in trained.values())
+        # `device` is where a parameter is used.
+        on_cpu = all(p.layout is torch.strided and (p.is_cpu or p.is_meta) for p in trained.values())
         return on_cpu and sharing(params).isdisjoint(trained) and all(map(_is_dense, trained.values()))
 
 
@@ -30,17 +34,15 @@ def _is_dense(param: torch.nn.Parameter) -> bool:
     return param.numel() > 0 and flat_bytes(param.detach()) is not None
 
 
-def settle(schedule: Schedule, truth: Truth, device: Device) -> bool:
+def settle(schedule: Schedule, truth: Truth, device: Device) -> None:
     """Move parameters to files or to RAM, one after another, as a schedule has them; the host's values are current.
 
-    Returns: whether any lie in files, or did before. Raises: StorageError if files cannot be written, or have too
-    little space.
+    Raises: StorageError if files cannot be written, or have too little space.
     """
     host = truth.host
     if host.store is None:
-        return False
+        return
     in_files, left = schedule.parameters_in_files, dict[int, StorageWeakRef]()
-    in_use = bool(in_files) or any(map(host.stores, host.params))
     for name in tuple(host.params):
         own = host.params[name]
         if host.store.holds(own) == (name in in_files):
@@ -54,7 +56,6 @@ def settle(schedule: Schedule, truth: Truth, device: Device) -> bool:
             truth.move({name: device.pinned(device.empty_host_like(own).copy_(own))})
         del own
     _warn_of_older_memory(truth, left)
-    return in_use
 
 
 def _in_files(truth: Truth, name: str, own: torch.Tensor) -> torch.Tensor:

@@ -54,8 +54,8 @@ class Preparer:
     State: the variants that are kept; whether counts of items are passed as tensors; `training`, the variant that
     trained last; `user_code`, the measured memory of the user's code; earlier plans; `_split`, the split of updates in
     the plans so far, and `_kept`, the part of it and of an earlier run's that later plans keep; the tensors that keep
-    the pockets apart, see `pockets`; `_warned`, whether kernels chosen by time were warned of. Changed on the training
-    thread only.
+    the pockets apart, see `pockets`; `_warned`, whether kernels chosen by time were warned of; `_pins_late`, whether
+    parameters are pinned once a plan has sent some to files. Changed on the training thread only.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class Preparer:
         self._earlier: dict[str, Plan] = {}
         self._pockets: tuple[torch.Tensor, ...] = ()
         self._split = self._kept = Split()
-        self._warned = False
+        self._warned, self._pins_late = False, False
         self.user_code = UserCode(device.torch_device)
         self.training: Variant | None = None
 
@@ -229,12 +229,19 @@ class Preparer:
         files = self._files.request(self.request.host_budget_bytes)
         storage = self._storage.files_for_plans(self._watch.parameters)
         self.request = replace(self.request, files=files, storage=storage)
-        if storage is None or not storage.for_parameters:
-            self.pin()
+        self._pins_late = storage is not None and storage.for_parameters
+        if not self._pins_late:
+            self._pin()
         if files is None:
             self._truth.host.files.clear()
 
-    def pin(self) -> None:
+    def pin_what_stays(self) -> None:
+        """Move parameters into pinned memory that may have left to files, now that a plan has sent those that do."""
+        if self._pins_late:
+            self._pin()
+        self._pins_late = False
+
+    def _pin(self) -> None:
         """Move parameters into pinned memory, but those that are mapped from files or lie in them."""
         files = self.request.files
         self._truth.pin(self._device, but=() if files is None else files.names)

@@ -92,8 +92,8 @@ class Residence:
     def _settle(self, variant: Variant) -> None:
         """Move parameters and states to RAM and to files, as a plan has them."""
         try:
-            if settle(variant.prepared.plan.schedule, self.truth, self.device):
-                self.preparer.pin()
+            settle(variant.prepared.plan.schedule, self.truth, self.device)
+            self.preparer.pin_what_stays()
             if variant.executor.settle_states():
                 self.truth.show_states()
             self.preparer.reserve_states(variant)

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import StorageError
 from ..lowering.state_files import StateFiles
-from ..planning.storage import PathFigures, figures_of, proportions, takes_parameters, together, turn_s
+from ..planning.storage import PathFigures, figures_of, proportions, take_parameters, together, turn_s
 from ..runtime.devices.device import Device
 from ..runtime.replay.binding import HostState
 from ..runtime.storage.balance import Balance
@@ -67,7 +67,7 @@ class StateStorage:
         self._figures: list[PathFigures] = []
         self._files: StateFiles | None = None
         self._slower, self._said = 0, False
-        self._both = takes_parameters(paths, emulated=device.torch_device.type == "cpu")
+        self._both = take_parameters(paths)
         if not paths:
             return
         self._figures = [figures_of(path) for path in paths]

@@ -36,8 +36,8 @@ class StoragePath:
     folder: it must exist. Each one is on a disk of its own. read, write: the disk's rates, in bytes per second or as
         text such as "3GB/s"; None if they are to be measured. both: the rate of reads and writes together, as many
         bytes of each; None for that of a disk on which they take turns.
-    parameters: whether trained parameters may lie there, too, where RAM has no room for their values. So far, they do
-        so on the emulated device only, and only if all paths have it.
+    parameters: whether trained parameters may lie there, too, where RAM has no room for their values. They do so only
+        if all paths have it.
 
     Raises: ArgumentTypeError, ArgumentValueError for a folder or a rate that is none, for a rate below 1 MiB per
     second, and if only one of `read` and `write` is given.

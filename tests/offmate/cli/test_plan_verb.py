@@ -14,6 +14,7 @@ from offmate import cli
 from offmate.cli import summary
 from offmate.cli.shapes import batch_for, build, names, optimizer_for
 from offmate.errors import OffmateError
+from offmate.planning import storage
 from offmate.plans import sweep as budgets
 from offmate.plans.plan import load_plan
 from offmate.sizes import parse_bytes
@@ -376,3 +377,25 @@ def test_micro_batches_are_chosen_and_those_that_were_tried_are_shown(monkeypatc
     assert "1 % of tokens/s" in " ".join(said.split()) or "are the most" in " ".join(said.split())
     assert run(monkeypatch, cache, "tiny-llama", "--sweep", "8MiB:12MiB:4MiB", "--accumulation", "auto") == 2
     assert "another answer for each budget" in capsys.readouterr().err
+
+
+def test_parameters_may_lie_on_drives_as_offmate_plan_has_it(monkeypatch, cache, tmp_path, capsys):
+    for name, small in (("BUFFERS_BYTES", 0), ("N_THREADS", 2), ("REQUEST_BYTES", 1 << 14)):
+        monkeypatch.setattr(storage, name, small)  # as the model is
+    file = tmp_path / "plan.json"
+    argv = ["tiny-llama", "--batch", "2", "--seq-len", "16", "--gpu-budget", "500KiB", "--ram", "60KiB", "--quiet"]
+    argv += ["--storage", "7GB/s,5GB/s", "--json", str(file)]
+    assert run(monkeypatch, cache, *argv) == 1, "states alone do not make enough room"
+    assert run(monkeypatch, cache, *argv, "--storage-parameters") == 0
+    said = load_plan(file)
+    assert said.schedule.trained_homes
+    model = build("tiny-llama", "bf16")
+    plan = offmate.plan(
+        model, "500KiB", example_inputs=batch_for(model, 2, 16), optimizer=optimizer_for(model, "adamw"),
+        hardware="rtx3060", cpu_budget="60KiB", storage=offmate.StoragePath("d", "7GB/s", "5GB/s", parameters=True),
+    )  # fmt: skip
+    assert plan.schedule.actions == said.schedule.actions and plan.schedule.homes == said.schedule.homes
+    capsys.readouterr()
+    for refused, why in ((["--storage", "7GB/s"], "only the rate of reads is given, 7GB/s"), ([], "none is named")):
+        assert run(monkeypatch, cache, "tiny-llama", *refused, "--storage-parameters") == 2
+        assert why in " ".join(capsys.readouterr().err.split())

@@ -22,7 +22,6 @@ import offmate
 from offmate.session import state_storage
 from offmate.session.parameter_files import may_leave
 
-from ...accelerator.loops import without_allocator
 from ...runtime.storage.faulty import Faulty, once
 from . import test_state_storage
 from .test_state_storage import (
@@ -42,7 +41,7 @@ from .test_state_storage import path as folder
 
 __all__ = ["folder", "one_cache", "ring", "small_requests"]  # fixtures
 
-BUDGETS = {"gpu_budget": 1_200_000, "cpu_budget": 300_000}
+BUDGETS: dict[str, Any] = {"gpu_budget": 1_200_000, "cpu_budget": 300_000}
 
 
 @pytest.fixture
@@ -131,7 +130,7 @@ def all_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_behind_a_gate(path, all_leave, settings):
     """With clipping and with accumulation, in which what left is read again for every micro-batch."""
     gpu_budget = 1_800_000 if "max_grad_norm" in settings else 1_850_000
-    pair, plain = in_files(path, gpu_budget=gpu_budget, cpu_budget=500_000, **settings), made()
+    pair, plain = in_files(path, gpu_budget=gpu_budget, cpu_budget=600_000, **settings), made()
     for step in range(2 * STEPS):
         for model, optimizer in (pair, plain):
             torch.manual_seed(step)
@@ -155,7 +154,7 @@ def _through_data(param: torch.nn.Parameter) -> None:
 
 
 def _replaced(param: torch.nn.Parameter) -> None:
-    param.data = torch.full_like(param, 0.02)
+    param.data = torch.full(param.shape, 0.02)
 
 
 @pytest.mark.parametrize("edit", [_in_place, _through_data, _replaced])
@@ -180,7 +179,7 @@ def test_a_forward_alone_moves_nothing_to_ram(path):
     for model in (pair[0], plain[0]):
         model.eval()
     with torch.no_grad():
-        assert torch.equal(pair[0](batch(7))["x"], plain[0](batch(7))["x"])
+        assert torch.equal(pair[0](batch(7))["x"].cpu(), plain[0](batch(7))["x"])
     assert host.in_store == before and before
     check_stored(pair[0])
     for model in (pair[0], plain[0]):
@@ -213,7 +212,7 @@ def test_a_checkpoint_links_them_and_training_goes_on_in_other_files(path, tmp_p
 def test_an_evaluation_before_the_first_step_is_as_large_as_the_model_that_was_loaded(path):
     pair, plain = in_files(path), made()
     with torch.no_grad():
-        assert torch.equal(pair[0].eval()(batch(0))["loss"], plain[0].eval()(batch(0))["loss"])
+        assert torch.equal(pair[0].eval()(batch(0))["loss"].cpu(), plain[0].eval()(batch(0))["loss"])
     for model in (pair[0], plain[0]):
         model.train()
     assert train(*pair, range(2)) == train(*plain, range(2))
@@ -333,14 +332,6 @@ def test_an_edit_counts_where_files_could_not_be_written_at_first(path, monkeypa
     faulty.faults.clear()
     assert train(*pair, range(2, 5), dtype) == train(*plain, range(2, 5), dtype)
     assert_same(pair, plain)
-
-
-def test_on_an_accelerator_they_stay_in_ram(path, sim, ring):
-    """Nothing has run there with parameters in files yet, so plans do not count with it."""
-    with without_allocator():
-        pair = in_files(path, device="sim")
-        assert not pair[0]._offmate_session.request.storage.for_parameters
-    pair[0]._offmate_session.device.close()
 
 
 @pytest.mark.parametrize("gaps", [False, True])
