@@ -87,7 +87,7 @@ class Config:
         the same side as in an earlier plan. On the emulated device, this changes no bits. On a GPU, it does, since CPU
         and GPU kernels round differently: numbers are the same bit for bit if the split is the same.
     speculate: whether the CPU may make updates before it is known that gradients need no clipping and that no scaler
-        skips the step. It keeps the old values in RAM, and undoes what turns out to be wrong, so that no bits change.
+        skips the step. It keeps the old values, in RAM or in files, and undoes what is wrong, so that no bits change.
         A step that clips nothing is faster then, and one that clips is slower. "auto": both ways are planned, and
         training begins with updates that wait. It changes to the other way, and back, by how many steps clip. Without
         clipping, accumulation or a scaler, updates wait for nothing, and this has no effect.

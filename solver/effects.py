@@ -166,11 +166,12 @@ def _update_cpu(action: Action, schedule: Schedule) -> Effect:
         schedule.update_cpu_s[action.name],
         host_reads=(gradient, parameter),
         host_writes=(parameter,),
-        stages=tuple(_stages(action.name, schedule)),
+        stages=tuple(_stages(action.name, schedule, 0.0)),
     )
 
 
-def _stages(tensor: str, schedule: Schedule) -> Iterator[Stage]:
+def _stages(tensor: str, schedule: Schedule, log_s: float) -> Iterator[Stage]:
+    """Yield the pieces of an update from files; the first one is preceded by the log."""
     if tensor not in schedule.updated_from_files:
         return
     rates, own = schedule.rates, schedule.states[tensor]
@@ -178,7 +179,8 @@ def _stages(tensor: str, schedule: Schedule) -> Iterator[Stage]:
     for item in own:
         size, path = schedule.item_bytes[item], schedule.path_of(item)
         read_s, write_s = (rates.copy_s(size, link) for link in path.links)
-        yield Stage(item, size, path.into, path.out, read_s, schedule.update_cpu_s[tensor] * size / total, write_s)
+        update_s = schedule.update_cpu_s[tensor] * size / total + (log_s if item == own[0] else 0.0)
+        yield Stage(item, size, path.into, path.out, read_s, update_s, write_s)
 
 
 def _speculate_cpu(action: Action, schedule: Schedule) -> Effect:
@@ -189,6 +191,7 @@ def _speculate_cpu(action: Action, schedule: Schedule) -> Effect:
         schedule.update_cpu_s[action.name] + schedule.log_cpu_s[action.name],
         host_reads=(gradient, parameter, log),
         host_writes=(parameter, log),
+        stages=tuple(_stages(action.name, schedule, schedule.log_cpu_s[action.name])),
     )
 
 

@@ -179,6 +179,11 @@ class Group:
         return self.param_bytes + self.state_bytes
 
     @property
+    def param_log_s(self) -> float:
+        """Seconds that such an update takes longer if its states are in files, so that the log has parameters alone."""
+        return self.cpu_log_s * self.param_bytes / max(self.log_bytes, 1)
+
+    @property
     def update_bytes(self) -> int:
         """Bytes that an update reads and writes."""
         return self.param_bytes + self.grad_bytes + self.state_bytes

@@ -242,6 +242,17 @@ class Schedule(InPasses):
         """The tensors that the host updates and whose optimizer states lie in files."""
         return frozenset(items_named(self.homes, ItemKind.STATE) & self.update_cpu_s.keys())
 
+    @cached_property
+    def in_two_slots(self) -> frozenset[str]:
+        """Those of them that are updated before the gate: the new states get a second place in the files."""
+        early = {action.name for action in self.actions if action.kind is Kind.SPECULATE_CPU}
+        return self.updated_from_files & early
+
+    @property
+    def second_slots_bytes(self) -> int:
+        """Bytes of the second places of these states in the files."""
+        return sum(self.item_bytes[item] for name in self.in_two_slots for item in self.states[name])
+
     @property
     def ring_bytes(self) -> int:
         """Bytes of the host's memory through which these states pass, one piece after another."""
@@ -270,7 +281,7 @@ class Schedule(InPasses):
 
     @property
     def bytes_in_files(self) -> int:
-        """The bytes of all states and trained parameters whose homes are in files."""
+        """The bytes of all states and trained parameters whose homes are in files, each of them once."""
         own = [item for name in self.states_in_files for item in self.states.get(name, ())]
         own += [Item(ItemKind.PARAMETER, name) for name in self.parameters_in_files]
         return sum(self.item_bytes.get(item, 0) for item in own)
@@ -280,6 +291,7 @@ class Schedule(InPasses):
         """Every tier but the device, the host first, and the bytes that the schedule needs there."""
         written = self.trained_homes
         leaving = [(i, home) for i, home in self.homes.items() if i.kind is not ItemKind.PARAMETER or i in written]
+        leaving += [(i, self.homes[i]) for name in self.in_two_slots for i in self.states[name]]
         away = [(tier, sum(self.item_bytes[item] for item, home in leaving if home == tier.name))
                 for tier in self.rates.tiers]  # fmt: skip
         return ((Tier(self.rates.host, self.host_budget_bytes), self.host_layout.used_bytes), *away)

@@ -46,7 +46,8 @@ class Drive:
         """Return how often the states of a run lie here at the most, if it keeps some checkpoints.
 
         A checkpoint has the files that are in use, and the next update writes to others. So there is one set more than
-        checkpoints. Where files are copied, a new checkpoint has its copy before an old one goes.
+        checkpoints. Where files are copied, a new checkpoint has its copy before an old one goes. Second places of
+        states that are updated before the gate come on top, once.
         """
         return most_sets(keep, linkless=bool(self.linkless))
 
@@ -80,12 +81,12 @@ class StateFolders:
         ----------
         keep: how many checkpoints stay.
         """
-        one_set = stored_bytes(plan)
+        one_set, second_bytes = stored_bytes(plan), plan.schedule.second_slots_bytes
         if not one_set:
             return []
         found = []
         for drive in self.drives:
-            needed = drive.sets(keep) * int(one_set * drive.share)
+            needed = drive.sets(keep) * int(one_set * drive.share) + int(second_bytes * drive.share)
             found.append(
                 f"checkpoints: {drive.folder} needs {format_bytes(needed)} for the {_what(plan)} in use and in {keep} "
                 f"{'checkpoint' if keep == 1 else 'checkpoints'}, and has {format_bytes(drive.free_bytes)} free"
@@ -108,10 +109,12 @@ class StateFolders:
         return list(self._doubts(plan, keep, checkpoints, beside_bytes))
 
     def _doubts(self, plan: Plan, keep: int, checkpoints: Path, beside_bytes: int) -> Iterator[str]:
-        one_set, record = stored_bytes(plan), Record(checkpoints)
+        one_set, second_bytes = stored_bytes(plan), plan.schedule.second_slots_bytes
+        record = Record(checkpoints)
         for drive in self.drives if one_set else ():
             room = int((1 - KEPT_FREE) * drive.free_bytes) + record.kept_bytes(drive.folder)
-            needed, shared = drive.sets(keep) * int(one_set * drive.share), _same_disk(drive.folder, checkpoints)
+            needed = drive.sets(keep) * int(one_set * drive.share) + int(second_bytes * drive.share)
+            shared = _same_disk(drive.folder, checkpoints)
             room += _bytes_in(checkpoints) if shared else 0
             if needed + (beside_bytes if shared else 0) > room:
                 besides = f", which also gets {format_bytes(beside_bytes)} of the output," if shared else ""

@@ -288,6 +288,12 @@ class Plan:
         if self.updated_from_files_bytes:
             moved = format_bytes(self.updated_from_files_bytes)
             lines.append(f"the CPU updates {moved} of states in files, which pass RAM and do not go to the GPU")
+        if self.schedule.second_slots_bytes:
+            second = format_bytes(self.schedule.second_slots_bytes)
+            lines.append(
+                f"{second} more are reserved in files, for second places of the states that are updated before it is "
+                "known whether gradients are clipped: the old states stay in the files until then, and not in RAM"
+            )
         if any(self.stored_bytes):
             lines += [self.stored_words, *self.path_words]
         if self.batch_size is not None:

@@ -35,7 +35,7 @@ class PathInUse(NamedTuple):
     Parameters
     ----------
     folder: where the files are. stored_bytes: reserved for states that lie there, or move there when they are written
-        next, whether or not anything has been written yet.
+        next, whether or not anything has been written yet, and for the second places of those that are updated early.
     read_bytes_per_s, write_bytes_per_s, both_bytes_per_s: of reads alone, writes alone, and both together. They are
         means over the last iterations in which newer ones count more, or what was known before training.
     """
@@ -97,16 +97,20 @@ class StateStorage:
         """Return what each path holds, and its rates."""
         if self._engine is None:
             return ()
-        found = zip(self._engine.folders, self._engine.bytes_by_path, self._measured())
+        engine = self._engine
+        reserved = map(sum, zip(engine.bytes_by_path, engine.second_bytes_by_path))
+        found = zip(engine.folders, reserved, self._measured())
         return tuple(PathInUse(folder, stored_bytes, *figures.rates) for folder, stored_bytes, figures in found)
 
     def check_room(self, schedule: Schedule) -> None:
         """Look whether what a schedule keeps in files has room there. Raises: StorageError if not."""
         if self._files is None or self._engine is None:
             return
-        needed = schedule.bytes_in_files
+        needed = schedule.bytes_in_files + schedule.second_slots_bytes
         if needed > self._files.capacity_bytes:
             what = "optimizer states and parameters" if schedule.parameters_in_files else "optimizer states"
+            if schedule.second_slots_bytes:
+                what += ", and second places for those that are updated before the gate,"
             raise StorageError(
                 f"{what} need {format_bytes(needed)} in {' and '.join(map(str, self._engine.folders))}, and "
                 f"there is room for {format_bytes(self._files.capacity_bytes)}; free space there, or name another disk "

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from ..errors import ProtocolError
+from ..errors import ProtocolError, StorageError
 from ..optim.updater import Updater
 from . import ending
 from .assigned import Assigned
@@ -84,6 +84,10 @@ class Updates:
             if not self.scaling.unscaled:
                 return False
             self.updater.grad_scales = {}
+        try:
+            self.storage.make_room()  # a checkpoint may have been made since the forward
+        except StorageError:  # step() will say so, before any update
+            return False
         self.updater.snapshot()
         return True
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from ...errors import StorageError
 from ...solver import items
 from ...solver.effects import resident_at
 from ...solver.items import ItemKind
@@ -307,7 +309,8 @@ class Executor:
         Returns: the tensors whose newest values could not be saved, because the device was lost or a disk failed.
         """
         lost: frozenset[str] = frozenset()
-        self.retract()
+        with contextlib.suppress(StorageError):  # what could not be put back is among what is lost
+            self.retract()
         try:
             self.device.drain()
             self._updates.salvage_begun()

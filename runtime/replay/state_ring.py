@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 
@@ -14,6 +15,7 @@ from ...errors import StorageError
 from ...solver.items import Item
 from ...solver.problem import RING_PIECES
 from ..events import Ended, Event, UnderWay
+from ..storage.earlier import Earlier
 from ..storage.file_bytes import StoredBytes
 from ..storage.host_bytes import ALIGNMENT_BYTES, empty_aligned, round_up
 from .binding import Update
@@ -24,6 +26,31 @@ from .world import World
 _NOTHING = UnderWay("nothing", ())
 
 
+class Trial(Protocol):
+    """An update before the gate, which may have to be undone."""
+
+    @property
+    def earlier(self) -> Earlier:
+        """What its writes leave in the files."""
+        ...
+
+    def is_wanted(self) -> bool:
+        """Return whether it may still be made."""
+        ...
+
+    def goes_on(self) -> bool:
+        """Return whether its next piece is to be updated; a worker asks before each."""
+        ...
+
+    def made(self) -> None:
+        """Note that its last piece was updated."""
+        ...
+
+    def forgives(self) -> bool:
+        """Note that a piece could not be updated, and return whether that will be repeated behind the gate."""
+        ...
+
+
 @dataclass
 class _Piece:
     """A piece of a state on its way.
@@ -32,12 +59,15 @@ class _Piece:
     ----------
     homes: by part of the state, these rows in the files; empty before the first update, which makes them.
     slot: the memory that they are read to. tensors: the same there, from its read until it has been written.
+    trial: whose update may have to be undone. updated: whether it has been updated, and is to be written.
     """
 
     item: Item
     homes: Mapping[str, torch.Tensor]
     slot: _Slot
+    trial: Trial | None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    updated: bool = False
 
 
 class _Slot:
@@ -78,7 +108,8 @@ class StateRing:
 
     State: `_written`, the events of the latest writes, one for each piece that is in memory; `_updated`, that of the
     latest update; `_slots`, the memory, that of the next piece first; `_passing`, by parameter, its update since the
-    last `clear`. The thread that replays changes them, workers only what belongs to their piece.
+    last `clear`; `_broken`, parameters whose earlier states could not be put back. The thread that replays changes
+    them, workers only what belongs to their piece.
     """
 
     def __init__(self, world: World, states: States) -> None:
@@ -87,19 +118,33 @@ class StateRing:
         self._updated: Event = _NOTHING
         self._slots = deque(_Slot() for _ in range(RING_PIECES))
         self._passing: dict[str, _Passing] = {}
+        self._broken: set[str] = set()
 
     def takes(self, name: str) -> bool:
         """Return whether a parameter is updated here: the plan has its state in files, and that is where it is."""
         return name in self._world.schedule.updated_from_files and name in self._world.host.in_store
 
+    def may_try(self, name: str) -> bool:
+        """Return whether a parameter may be updated here before the gate: its state is there to be put back."""
+        if not self.takes(name):
+            return False
+        self._settle(name)
+        return bool(self._parts(name))
+
     def start(
-        self, name: str, update: Update, grad: torch.Tensor, scale: torch.Tensor | None, after: tuple[Event, ...]
+        self,
+        name: str,
+        update: Update,
+        grad: torch.Tensor,
+        scale: torch.Tensor | None,
+        after: tuple[Event, ...],
+        trial: Trial | None = None,
     ) -> Event:
         """Start the update of a parameter on the host, after those that were started before.
 
         Parameters
         ----------
-        scale: multiplies the gradient first. after: events before it.
+        scale: multiplies the gradient first. after: events before it. trial: what decides on it, before the gate.
 
         Returns: the event of the parameter being updated. Its state may still be on its way to the files.
         """
@@ -108,7 +153,7 @@ class StateRing:
         self._passing[name] = passing
         path, worker = world.store_path, world.schedule.rates.worker("update-cpu")
         assert path is not None, "what lies in files has a path to them"
-        pieces = [self._piece(item) for item in self._states.items(name)]
+        pieces = [self._piece(item, trial) for item in self._states.items(name)]
         before: Event = Ended((self._updated,))
         last = pieces[-1].item
         for piece in pieces:
@@ -137,14 +182,16 @@ class StateRing:
         state = self._world.host.states.get(name, {})
         return {k: v for k, v in list(state.items()) if isinstance(v, torch.Tensor) and is_bulk(v)}
 
-    def _piece(self, item: Item) -> _Piece:
+    def _piece(self, item: Item, trial: Trial | None) -> _Piece:
         self._slots.rotate(-1)
         bulk = self._parts(item.name)
         homes = {k: v if item.rows is None else in_rows(v, item.rows) for k, v in bulk.items()}
-        return _Piece(item, homes, self._slots[-1])
+        return _Piece(item, homes, self._slots[-1], trial)
 
     def _read(self, piece: _Piece) -> Event:
         """Start to read a piece; before the first update there is none."""
+        if piece.trial is not None and not piece.trial.is_wanted():
+            return _NOTHING
         homes = piece.homes.values()
         stored = [self._stored(home) for home in homes]
         memory = piece.slot.take(stored, [home.numel() * home.element_size() for home in homes]) if homes else []
@@ -167,6 +214,7 @@ class StateRing:
         work.passing.begun = True
         work.make(name, param, grad, state, work.scale)
         work.piece.tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
+        work.piece.updated = True
         if not work.last:
             return
         known.update({key: value for key, value in state.items() if not is_bulk(value)})
@@ -174,10 +222,13 @@ class StateRing:
         host.updates[name] = host.updates.get(name, 0) + 1
 
     def _write(self, piece: _Piece) -> Event:
-        """Start to write a piece that has been updated."""
+        """Start to write a piece, if it has been updated."""
+        if not piece.updated:
+            return _NOTHING
         homes = self._states.homes(piece.item, piece.tensors)
+        keeping = piece.trial.earlier if piece.trial is not None else None
         flat = {key: as_in_file(piece.item.name, key, tensor, homes[key]) for key, tensor in piece.tensors.items()}
-        writes = _begun(partial(self._stored(homes[key]).write, own, 0) for key, own in flat.items())
+        writes = _begun(partial(self._stored(homes[key]).write, own, 0, (), keeping) for key, own in flat.items())
         return UnderWay(f"the write of {piece.item} to its files", writes)
 
     def _stored(self, home: torch.Tensor) -> StoredBytes:
@@ -186,9 +237,32 @@ class StateRing:
         assert stored is not None, "its state lies in files"
         return stored
 
+    def has_failed(self, name: str) -> bool:
+        """Return whether it is known that a piece of a parameter's update was not updated, or not written."""
+        return any(event.done() and _failure(event) is not None for event in self._passing[name].events)
+
+    def ended(self, name: str) -> Event:
+        """Return the event of a parameter's update, and its writes, having ended, whether or not they have failed."""
+        return Ended(tuple(self._passing[name].events))
+
+    def comes_after(self, name: str, undone: Event) -> None:
+        """Let the next update of a parameter come after the one before it was undone."""
+        what = UnderWay(f"putting back the state of {name} in its files", (undone,))
+        self._world.contents.written.update(dict.fromkeys(self._states.items(name), what))
+
+    def undone(self, name: str) -> None:
+        """Note that an update of a parameter has ended and was undone."""
+        self._passing.pop(name, None)
+        for item in self._states.items(name):
+            self._world.contents.written.pop(item, None)
+
+    def broke(self, name: str) -> None:
+        """Note that the state that a parameter had before an update could not be put back."""
+        self._broken.add(name)
+
     def lost(self) -> frozenset[str]:
         """Wait for all updates, and return the parameters of which one was made in part or left no state in files."""
-        found = set()
+        found = set(self._broken)
         for name, passing in self._passing.items():
             failures = [error for event in passing.events if (error := _failure(event)) is not None]
             on_disk = any(isinstance(cause, StorageError) for error in failures for cause in (error, error.__cause__))
@@ -199,6 +273,7 @@ class StateRing:
     def clear(self) -> None:
         """Forget all updates; none may be under way."""
         self._passing.clear()
+        self._broken.clear()
         self._slots = deque(_Slot() for _ in range(RING_PIECES))
         self._written.extend([_NOTHING] * RING_PIECES)
         self._updated = _NOTHING
@@ -217,7 +292,20 @@ class _Work:
     last: bool
 
     def __call__(self) -> None:
-        self.ring.update(self)
+        trial = self.piece.trial
+        if trial is None:
+            self.ring.update(self)
+            return
+        if not trial.goes_on():
+            return
+        try:
+            self.ring.update(self)
+        except BaseException:
+            if not trial.forgives():
+                raise
+        else:
+            if self.last:
+                trial.made()
 
 
 def _begun(starts: Iterable[Callable[[], Event]]) -> tuple[Event, ...]:

@@ -25,6 +25,7 @@ class States:
 
     def __init__(self, world: World) -> None:
         self._host, self._device, self._items = world.host, world.device, world.schedule.states
+        self._twice = world.schedule.in_two_slots
         self.share = world.schedule.share_of_state
 
     def items(self, name: str) -> tuple[Item, ...]:
@@ -82,7 +83,10 @@ class States:
     def _empty(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
         if self._host.store is None or name not in self._host.in_store:
             return self._device.empty_host_like(like)
-        return self._host.store.empty(_stored_name(name, key), like, self._starts(name, like))
+        found = self._host.store.empty(_stored_name(name, key), like, self._starts(name, like))
+        if name in self._twice:
+            self._host.store.reserve_twice(found)
+        return found
 
     def _starts(self, name: str, like: torch.Tensor) -> tuple[int, ...]:
         """Return the offsets in bytes at which the items of a part of a state begin."""
@@ -91,7 +95,7 @@ class States:
         return tuple(item.rows[0] * row_bytes for item in self.items(name) if item.rows is not None)
 
     def reserve(self, forms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take the space in files for states that their first updates will make.
+        """Take the space in files for states that first updates will make, and for second places of all that need them.
 
         Parameters
         ----------
@@ -99,11 +103,16 @@ class States:
 
         Raises: StorageError if there is too little space.
         """
-        if self._host.store is not None:
-            parts = ((name, key, like) for name, form in forms.items() for key, like in form.items())
-            self._host.store.reserve(
-                {_stored_name(name, key): (like, self._starts(name, like)) for name, key, like in parts}
-            )
+        store = self._host.store
+        if store is None:
+            return
+        parts = [(name, key, like) for name, form in forms.items() for key, like in form.items()]
+        twice = {_stored_name(name, key) for name, key, _ in parts if name in self._twice}
+        store.reserve({_stored_name(name, key): (like, self._starts(name, like)) for name, key, like in parts}, twice)
+        for name in self._twice:
+            for value in self._host.states.get(name, {}).values():
+                if isinstance(value, torch.Tensor):
+                    store.reserve_twice(value)
 
     def fill(self, home: torch.Tensor, values: torch.Tensor) -> None:
         """Copy values to host memory, now."""

@@ -18,7 +18,7 @@ from .contents import Buffer, is_bulk
 from .gate import Gate
 from .gradients import Gradients
 from .low_copies import WHOLE
-from .state_ring import StateRing
+from .state_ring import StateRing, Trial
 from .states import States, in_rows
 from .world import World
 
@@ -71,6 +71,33 @@ class Updates:
             self._made(name)
 
         self.adopt(name, self._device.update_on_host(work, after, self._worker))
+
+    def may_try(self, name: str) -> bool:
+        """Return whether a parameter whose state lies in files may be updated before the gate."""
+        return self._ring.may_try(name)
+
+    def tried(self, name: str, trial: Trial, after: tuple[Event, ...]) -> tuple[Event, Event]:
+        """Start the update of such a parameter; return the events of it, and of the end of all of its writes."""
+        updated = self._ring.start(name, self._known(), self._host.grads[name], None, after, trial)
+        return updated, self._ring.ended(name)
+
+    def again(self, name: str, undo: Callable[[], None], ended: Event) -> None:
+        """Undo an update before the gate from files, on a worker once it has ended, and start it again."""
+        undone = self._device.update_on_host(undo, (ended,), self._worker)
+        self._ring.comes_after(name, undone)
+        self.on_host(name, after=(undone,))
+
+    def has_failed(self, name: str) -> bool:
+        """Return whether it is known that the new state of such a parameter does not come to its files."""
+        return self._ring.has_failed(name)
+
+    def undone(self, name: str) -> None:
+        """Note that an update before the gate from files has ended and was undone."""
+        self._ring.undone(name)
+
+    def broke(self, name: str) -> None:
+        """Note that the state that a parameter had in files before an update could not be put back."""
+        self._ring.broke(name)
 
     def make(self, name: str, grad: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         """Update a whole parameter on the host, now and in this thread; `scale` multiplies its gradient first."""

@@ -9,6 +9,7 @@ import torch
 
 from ...errors import StorageError
 from .checksums import checksum
+from .earlier import Earlier
 from .host_bytes import ALIGNMENT_BYTES, AlignedBytes, copy, round_up
 from .ranges import first_missing, without
 from .spread import Place
@@ -100,6 +101,20 @@ class Seal(ChunkRequest):
 
 
 class Write(ChunkRequest):
+    """A write; what the chunk has before is noted in `keeping`."""
+
+    def __init__(
+        self,
+        stored: StoredChunks,
+        chunk: int,
+        route: Route,
+        tensor: torch.Tensor,
+        start: int,
+        keeping: Earlier | None = None,
+    ) -> None:
+        super().__init__(stored, chunk, route, tensor, start)
+        self.keeping = keeping
+
     def __call__(self, worker: Worker, files: OpenFiles) -> None:
         self.check_edits()
         address = self.straight()
@@ -108,6 +123,8 @@ class Write(ChunkRequest):
             self._prepare(worker, files)
             address = worker.buffer.address
         found = checksum(address, self.disk_bytes)
+        if self.keeping is not None:
+            self.keeping.note(self.stored, self.chunk)
         try:
             place = self.route.target
             file = files.of(place.file)

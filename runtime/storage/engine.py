@@ -20,11 +20,12 @@ from .disk_queue import DEADLINE_S, N_THREADS, REQUEST_BYTES, DiskUse, Limits
 from .disk_rates import MeanRates
 from .disks import Disks
 from .dispatcher import Dispatcher
+from .earlier import Earlier
 from .files import Files, SystemFiles
 from .folders import Folder, StoragePath
 from .homes import open_homes
 from .host_bytes import ALIGNMENT_BYTES, check_bytes
-from .layout import Layout, bytes_by_path
+from .layout import Layout, bytes_by_path, second_bytes_by_path
 from .read_only import ReadOnlyFile
 from .stored import Stored
 from .throttle import Throttle
@@ -159,6 +160,11 @@ class Engine:
         """Return how many of the stored bytes lie on each path, or move there when they are written next."""
         return bytes_by_path(tuple(self._stored.values()), len(self._homes))
 
+    @property
+    def second_bytes_by_path(self) -> list[int]:
+        """Return how many bytes the second places of what is stored have on each path."""
+        return second_bytes_by_path(tuple(self._stored.values()), len(self._homes))
+
     def release(self, stored: Stored) -> None:
         """Let the space of a stored tensor be given back once no transfer uses it and nobody holds it.
 
@@ -167,7 +173,12 @@ class Engine:
         self._stored.pop(stored.name, None)
 
     def write(
-        self, stored: Stored, source: torch.Tensor, after: Sequence[Event] = (), start: int | None = None
+        self,
+        stored: Stored,
+        source: torch.Tensor,
+        after: Sequence[Event] = (),
+        start: int | None = None,
+        keeping: Earlier | None = None,
     ) -> Event:
         """Write bytes from the host's memory.
 
@@ -175,12 +186,13 @@ class Engine:
         ----------
         source: a contiguous tensor of torch.uint8, which nobody changes until the event has happened. after: events
             before it. start: offset in bytes where its first byte goes; None writes all of what is stored.
+        keeping: what is written over stays on the disk, and is noted here, until it is dropped or put back.
 
         Returns: the event of all bytes being written. Transfers of the same bytes that are submitted later wait for it.
         Raises: ArgumentTypeError, ArgumentValueError for a source that does not fit. What fails later raises from the
         event.
         """
-        return self._transfer(stored, source, after, start, writes=True)
+        return self._transfer(stored, source, after, start, writes=True, keeping=keeping)
 
     def read(
         self, source: ReadOnlyFile | Stored, target: torch.Tensor, after: Sequence[Event] = (), start: int | None = None
@@ -217,7 +229,13 @@ class Engine:
         return {folder: why for folder, why in found.items() if why is not None}
 
     def _transfer(
-        self, stored: Stored, tensor: torch.Tensor, after: Sequence[Event], start: int | None, writes: bool
+        self,
+        stored: Stored,
+        tensor: torch.Tensor,
+        after: Sequence[Event],
+        start: int | None,
+        writes: bool,
+        keeping: Earlier | None = None,
     ) -> Event:
         check_bytes(tensor)
         first = _first_byte(stored.name, stored.n_bytes, tensor.numel(), start)
@@ -225,7 +243,7 @@ class Engine:
         def submit(parts: list[Part], earlier: tuple[Event, ...]) -> Event:
             return self._dispatcher.submit(parts, (*after, *earlier)).event
 
-        return stored.transfer(tensor, first, writes, submit)
+        return stored.transfer(tensor, first, writes, submit, keeping)
 
     @property
     def staging_bytes(self) -> int:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from ..events import Event
+from .earlier import Earlier
 from .engine import Engine
 from .read_only import ReadOnlyFile
 from .stored import Stored
@@ -93,5 +94,8 @@ class StoredBytes:
     def read(self, target: torch.Tensor, offset: int, after: Sequence[Event] = ()) -> Event:
         return self.engine.read(self.stored, target, after, self.start + offset)
 
-    def write(self, source: torch.Tensor, offset: int, after: Sequence[Event] = ()) -> Event:
-        return self.engine.write(self.stored, source, after, self.start + offset)
+    def write(
+        self, source: torch.Tensor, offset: int, after: Sequence[Event] = (), keeping: Earlier | None = None
+    ) -> Event:
+        """Start to write bytes, as `WritableBytes.write`; what is written over stays for `keeping`."""
+        return self.engine.write(self.stored, source, after, self.start + offset, keeping)

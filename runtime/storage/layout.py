@@ -107,6 +107,12 @@ def bytes_by_path(tensors: Sequence[Stored], n_paths: int) -> list[int]:
     return found
 
 
+def second_bytes_by_path(tensors: Sequence[Stored], n_paths: int) -> list[int]:
+    """Return how many bytes the second places of tensors have on each path."""
+    by_path = [stored.places.second_bytes for stored in tensors]
+    return [sum(found[path] for found in by_path) for path in range(n_paths)]
+
+
 def _most_mappings() -> int:
     try:
         return int(_MAPPINGS.read_text())

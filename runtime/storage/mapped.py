@@ -9,7 +9,7 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
 from typing import NamedTuple
@@ -92,12 +92,13 @@ class MappedStore:
         own = torch.empty(0, dtype=like.dtype, device="cpu")
         return own.set_(flat.untyped_storage(), 0, like.shape, like.stride())
 
-    def reserve(self, forms: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]) -> None:
+    def reserve(self, forms: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]], twice: Collection[str] = ()) -> None:
         """Take the space now for tensors that `empty` will be asked for, and give back that of other such ones.
 
         Parameters
         ----------
         forms: by name, a tensor with the shape, the strides and the dtype, which may be on meta, and the cuts.
+        twice: those that get a second place as well (`reserve_twice`).
 
         Raises: StorageError if a path has too little space, or if the system maps no more files.
         """
@@ -105,6 +106,8 @@ class MappedStore:
             del self._reserved[name]
         for name, (like, cuts) in forms.items():
             self._reserved[name] = self.empty(name, like, cuts), cuts
+            if name in twice:
+                self.reserve_twice(self._reserved[name][0])
 
     def move(self, proportions: Sequence[float]) -> int:
         """Let bytes move to other paths when they are written next, as `Engine.move`; return how many move."""
@@ -196,6 +199,15 @@ class MappedStore:
         """
         for stretch in self._stretches.all():
             stretch.stored.places.make_room()
+
+    def reserve_twice(self, tensor: torch.Tensor) -> None:
+        """Reserve a second place for a tensor's bytes, so that a write can leave those that are there.
+
+        Raises: StorageError if a path has too little space.
+        """
+        place = self._place(tensor)
+        if place is not None:
+            place.stored.places.reserve_twice()
 
     def _place(self, tensor: torch.Tensor) -> _Place | None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():

@@ -42,11 +42,14 @@ class Showing:
         """Return where a byte is."""
         return self._first + first
 
-    def show(self, place: Place, first: int, n_bytes: int, file: OpenFile) -> None:
-        """Show bytes from their new place. Raises: StorageError if the system refuses."""
+    def show(self, place: Place, first: int, n_bytes: int, file: OpenFile, *, follows: bool = True) -> None:
+        """Show bytes from their new place; the file `follows` what is written to the memory.
+
+        Raises: StorageError if the system refuses.
+        """
         memory = self.memory()  # as long as this holds it, nobody else gets the addresses
         if memory is not None:
-            file.map(self._first + first, n_bytes, place.offset)
+            file.map(self._first + first, n_bytes, place.offset, shared=follows)
 
     def was_edited(self, first: int, n_bytes: int, expected: int) -> bool:
         """Return whether bytes that are kept in a file, and have a checksum there, were written to in memory."""

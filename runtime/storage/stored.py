@@ -14,6 +14,7 @@ from ...errors import ArgumentValueError, StorageError
 from ..events import Event
 from .chunk_requests import ChunkRequest, Read, Route, Seal, Write
 from .chunks import Chunks
+from .earlier import Earlier
 from .ranges import Range, first_missing, within
 from .spread import Place, Spread
 from .stored_chunks import StoredChunks
@@ -72,8 +73,13 @@ class Stored(StoredChunks):
         start: int,
         writes: bool,
         submit: Callable[[list[Part], tuple[Event, ...]], Event],
+        keeping: Earlier | None = None,
     ) -> Event:
         """Submit a transfer of the bytes from an offset, after those submitted before that touch the same bytes.
+
+        Parameters
+        ----------
+        keeping: what a write replaces stays, and is noted here.
 
         Raises: StorageError for a read of bytes that nobody has written and nobody is going to.
         """
@@ -82,12 +88,12 @@ class Stored(StoredChunks):
             self._under_way = self._not_done()
             if not writes:
                 self._check_written(wanted, [one.bytes_of for one in self._under_way if one.writes])
-            routes = self._routes(wanted, writes)
+            routes = self._routes(wanted, writes, keeping)
             touches = self._touched(wanted, routes)
             earlier = [
                 one.event for one in self._under_way if (writes or one.writes) and within([one.touches], *touches)
             ]
-            event = submit(self._parts(tensor, start, writes, routes), tuple(earlier))
+            event = submit(self._parts(tensor, start, writes, routes, keeping), tuple(earlier))
             goes_to = {chunk: route.target for chunk, route in routes.items()} if writes else {}
             self._under_way.append(_UnderWay(wanted, touches, writes, event, goes_to))
         return event
@@ -159,7 +165,7 @@ class Stored(StoredChunks):
             "either may have been first; wait for the transfer before you write to the tensor"
         )
 
-    def _routes(self, wanted: Range, writes: bool) -> dict[int, Route]:
+    def _routes(self, wanted: Range, writes: bool, keeping: Earlier | None) -> dict[int, Route]:
         """Return where a transfer finds the chunks that it touches, and where it puts them.
 
         All transfers of a chunk under way are before one that writes all of it, and those to come wait for that one. So
@@ -172,9 +178,12 @@ class Stored(StoredChunks):
         for chunk in self.chunks.within(*wanted):
             first, last = self.chunks.range_of(chunk)
             found = soon.get(chunk, self.places[chunk])
+            whole = wanted[0] <= first and last <= wanted[1]
             if not writes:
                 routes[chunk] = Route(found, found)
-            elif wanted[0] <= first and last <= wanted[1]:
+            elif keeping is not None:
+                routes[chunk] = Route(found, keeping.target(self, chunk, found, whole))
+            elif whole:
                 routes[chunk] = Route(found, self.places.target(chunk))
             else:
                 routes[chunk] = Route(found, self.places.writable(found))
@@ -185,9 +194,12 @@ class Stored(StoredChunks):
         ends = [self.chunks.range_of(chunk) for chunk, route in routes.items() if route.source != route.target]
         return min([wanted[0], *(first for first, _ in ends)]), max([wanted[1], *(last for _, last in ends)])
 
-    def _parts(self, tensor: torch.Tensor, start: int, writes: bool, routes: Mapping[int, Route]) -> list[Part]:
-        kind = Write if writes else Read
-        return _parts_of({chunk: kind(self, chunk, route, tensor, start) for chunk, route in routes.items()})
+    def _parts(
+        self, tensor: torch.Tensor, start: int, writes: bool, routes: Mapping[int, Route], keeping: Earlier | None
+    ) -> list[Part]:
+        if not writes:
+            return _parts_of({chunk: Read(self, chunk, route, tensor, start) for chunk, route in routes.items()})
+        return _parts_of({chunk: Write(self, chunk, route, tensor, start, keeping) for chunk, route in routes.items()})
 
     def _check_written(self, wanted: Range, soon: list[Range]) -> None:
         written = [piece for chunk in self.chunks.within(*wanted) for piece in self.written(chunk)[0]]

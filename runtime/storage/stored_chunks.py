@@ -20,8 +20,11 @@ class Shown(Protocol):
         """Return where a byte is."""
         ...
 
-    def show(self, place: Place, first: int, n_bytes: int, file: OpenFile) -> None:
-        """Show bytes from their new place. Raises: StorageError if the system refuses."""
+    def show(self, place: Place, first: int, n_bytes: int, file: OpenFile, *, follows: bool = True) -> None:
+        """Show bytes from their new place; the file `follows` what is written to the memory.
+
+        Raises: StorageError if the system refuses.
+        """
         ...
 
     def was_edited(self, first: int, n_bytes: int, expected: int) -> bool:
@@ -103,5 +106,28 @@ class StoredChunks:
             return
         if self.shown is not None:
             first, last = self.chunks.range_of(chunk)
-            self.shown.show(place, first, round_up(last - first), file)
+            kept = self.places.keeps(place.file)
+            self.shown.show(place, first, round_up(last - first), file, follows=not kept)
         self.places.move(chunk, place)
+
+    def put_back(self, chunk: int, place: Place, written: list[Range], found: int | None) -> None:
+        """Let a chunk have again what it had, which is still in its place there.
+
+        Raises: StorageError if the system does not map it. Then nobody knows what the chunk holds.
+        """
+        try:
+            if place != self.places[chunk]:
+                file = place.file.open()
+                try:
+                    self.moved(chunk, place, file)
+                finally:
+                    file.close()
+        except BaseException:
+            self.lose(chunk)
+            raise
+        self.lose(chunk)
+        with self._lock:
+            if written:
+                self._written[chunk] = written
+            if found is not None:
+                self._checksums[chunk] = found

@@ -136,17 +136,15 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     grad_out = flow(builder, f"GradOut[{name}]", idle, leaving_steps(problem, idle, 2), x)
     stored = _stored_part(problem, group, x, builder, account)
     in_ram = add((1.0, x), (-1.0, stored)) if stored else x
-    logged = update = flow(builder, f"Opt[{name}]", idle, updating_steps(problem, group, before_use[:-1]), in_ram)
+    steps = updating_steps(problem, group, before_use[:-1])
+    in_place = update = flow(builder, f"Opt[{name}]", idle, steps, in_ram)
     if stored:
-        update = logged.plus(_from_files(problem, group, span, stored, builder, account))
+        update = in_place.plus(_from_files(problem, group, span, steps, stored, builder, account))
     returns = before_use[before_use.index(problem.first_return(group)) :]
     cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(problem, returns), x)
     follows(builder, f"Opt after GradOut[{name}]", update, grad_out)
     follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
-    updater = problem.rates.worker("update-cpu")
-    for step, part in logged.each():
-        logging_s = group.cpu_log_s if problem.is_logged(group, step) else 0.0
-        account.spend(updater, step, group.cpu_update_s + logging_s, part)
+    _count_updates(problem, group, in_place, group.cpu_log_s, account)
     _count_cpu_part(problem, group, span, x, grad_out, cpu_back, account)
     lead_out = lead_back = None
     if problem.adds_up and not problem.sums_on_device:
@@ -159,7 +157,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     else:
         account.pass_through(group.grad_bytes, grad_out, update)
     if problem.speculates:
-        _log(problem, group, idle, logged, account)
+        _log(problem, group.log_bytes, idle, in_place, account)
 
     after_update = around(updated, span.first - 1, problem.n_steps)
     paths = (problem.rates.host, *(tier.path for tier in problem.parameter_tiers))
@@ -202,20 +200,39 @@ def _stored_part(problem: Problem, group: Group, x: Terms, builder: Builder, acc
     return stored
 
 
-def _from_files(problem: Problem, group: Group, span: Span, stored: Terms, builder: Builder, account: Account) -> Flow:
-    """Add the updates on the host whose states are read from files and written back, in the same step."""
+def _from_files(
+    problem: Problem,
+    group: Group,
+    span: Span,
+    steps: tuple[int, ...],
+    stored: Terms,
+    builder: Builder,
+    account: Account,
+) -> Flow:
+    """Add the updates on the host whose states are read from files and written back, in the same step.
+
+    Those before the gate write to a second place there, which the tier has for good.
+    """
     tier = problem.host_update_tier
     assert tier is not None
-    certain = around(problem.first_certain_update(group), span.first - 1, problem.n_steps)[:-1]
-    update = flow(builder, f"OptF[{group.name}]", span.idle, updating_steps(problem, group, certain), stored)
-    updater = problem.rates.worker("update-cpu")
+    update = flow(builder, f"OptF[{group.name}]", span.idle, steps, stored)
+    _count_updates(problem, group, update, group.param_log_s, account)
     for step, part in update.each():
-        account.spend(updater, step, group.cpu_update_s, part)
         for link in tier.path.links:
             account.move(link, step, group.state_bytes, part, copies=group.state_copies, ends_on_host=True)
     account.keep(-group.state_bytes, stored)
     account.keep(group.state_bytes, stored, tier.name)
+    if problem.speculates:
+        _log(problem, group.param_bytes, span.idle, update, account)
+        account.keep(group.state_bytes, update.before(problem.first_turn_around), tier.name)
     return update
+
+
+def _count_updates(problem: Problem, group: Group, update: Flow, log_s: float, account: Account) -> None:
+    updater = problem.rates.worker("update-cpu")
+    for step, part in update.each():
+        logging_s = log_s if problem.is_logged(group, step) else 0.0
+        account.spend(updater, step, group.cpu_update_s + logging_s, part)
 
 
 def _departure(
@@ -317,14 +334,14 @@ def _sums_on_device(
     return gone, back
 
 
-def _log(problem: Problem, group: Group, idle: tuple[int, ...], update: Flow, account: Account) -> None:
+def _log(problem: Problem, size_bytes: int, idle: tuple[int, ...], update: Flow, account: Account) -> None:
     """Count the log of what is updated before the gate, until it has opened."""
     opens = problem.first_turn_around
     logged = {step: update.sums[step] for step in idle[: idle.index(opens)]} | {opens: update.before(opens)}
     if account.host_in_time:
-        account.stay_sums(tuple(logged), group.log_bytes, logged)
+        account.stay_sums(tuple(logged), size_bytes, logged)
     else:
-        account.keep(group.log_bytes, update.before(opens))
+        account.keep(size_bytes, update.before(opens))
 
 
 def _wait(

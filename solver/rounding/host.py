@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -37,8 +37,7 @@ def host_chain(
     else:
         last_out = {name: position - 2 for name, position in back.items()}
     outs = _grad_outs(problem, group, flow, plans, sizes, last_out, allowance)
-    stored = {plan.name for plan in plans if plan.states_from is not None}
-    updates = {} if problem.update == "external" else _updates(problem, group, flow, sizes, outs, back, stored)
+    updates = {} if problem.update == "external" else _updates(problem, group, flow, sizes, outs, back)
     by_host = problem.adds_up and not problem.sums_on_device
     led = _lead_outs(problem, group, flow, sizes, allowance) if by_host else {}
     return [
@@ -131,23 +130,16 @@ def _updates(
     sizes: dict[str, int],
     outs: dict[str, int],
     back: dict[str, int],
-    stored: Collection[str],
 ) -> dict[str, int]:
-    """Return the position of each update: after its gradient is out, before its values come in, most urgent first.
-
-    Parameters
-    ----------
-    stored: the tensors whose states lie in files, and which are not updated before the gate.
-    """
+    """Return the position of each update: after its gradient is out, before its values come in, most urgent first."""
     last = problem.last_gradient(group)
     curve = Curve(problem, last, flow.cpu_update)
     total = sum(sizes.values())
     pace = total / max(flow.cpu_part, 1e-9)
     done: dict[str, int] = {}
     first = (problem.first_update(group) - last) % problem.n_steps
-    certain = (problem.first_certain_update(group) - last) % problem.n_steps
     for k in range(first, max(back.values())):
-        left = (n for n in sizes if n not in done and outs[n] < k and (k >= certain or n not in stored))
+        left = (n for n in sizes if n not in done and outs[n] < k)
         ready = sorted(left, key=lambda n: (back[n], outs[n], n))
         for name in ready:
             ahead = sum(sizes[n] for n in done) + sizes[name] / 2

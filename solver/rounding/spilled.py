@@ -61,13 +61,13 @@ def _updated_from(problem: Problem, decisions: Decisions, files: Tier, over_byte
     sizes = {tensor.name: tensor.state_bytes for group in groups for tensor in group.tensors}
     by_name = {group.name: group for group in groups}
     on_host = [plan for plan in decisions.tensors if plan.cpu and sizes.get(plan.name)]
-    certain = (p for p in on_host if not problem.is_logged(by_name[p.group], p.cpu_update or 0))
-    here = {plan.name: sizes[plan.name] for plan in certain if plan.states_from is None}
-    there = sum(sizes[plan.name] for plan in on_host if plan.states_from is not None)
+    slots = {p.name: 1 + problem.is_logged(by_name[p.group], p.cpu_update or 0) for p in on_host}
+    here = {plan.name: slots[plan.name] * sizes[plan.name] for plan in on_host if plan.states_from is None}
+    there = sum(slots[plan.name] * sizes[plan.name] for plan in on_host if plan.states_from is not None)
     if not there:  # the first one needs the ring
         over_bytes += problem.ring_bytes
     going = select(here, min(over_bytes, sum(here.values())))
-    if not going or there + sum(sizes[name] for name in going) > files.capacity_bytes:
+    if not going or there + sum(here[name] for name in going) > files.capacity_bytes:
         return None
     tensors = (replace(plan, states_from=files.name) if plan.name in going else plan for plan in decisions.tensors)
     return replace(decisions, tensors=tuple(tensors))

@@ -52,10 +52,12 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[Item, int]:
                 sizes |= {part.item: part.bytes for part in state_parts(trained[plan.name], plan)}
             if problem.adds_up:
                 sizes[items.total(plan.name)] = sizes.get(items.gradient(plan.name), 0)
-        elif plan.states_from is not None:
-            sizes |= stored_parts(trained[plan.name])
-        elif problem.speculates:
-            sizes[items.log(plan.name)] = trained[plan.name].log_bytes
+            continue
+        tensor, in_files = trained[plan.name], plan.states_from is not None
+        if in_files:
+            sizes |= stored_parts(tensor)
+        if problem.speculates:
+            sizes[items.log(plan.name)] = tensor.param_bytes if in_files else tensor.log_bytes
     by_batch = _sizes_by_batch(problem, decisions)
     sizes |= {item.at(slot): size // slots for slot in range(slots) for item, size in by_batch.items()}
     return {item: size for item, size in sizes.items() if size > 0}

@@ -295,8 +295,9 @@ def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu
 
 
 def _logs(problem: Problem, plans: dict[str, TensorPlan]) -> dict[str, float]:
-    found = _shares(problem, plans, "cpu_log_s", cpu=True)
-    return {name: seconds for name, seconds in found.items() if plans[name].states_from is None}
+    whole = _shares(problem, plans, "cpu_log_s", cpu=True)
+    of_params = _shares(problem, plans, "param_log_s", cpu=True)
+    return {name: whole[name] if plans[name].states_from is None else of_params[name] for name in whole}
 
 
 def host_bytes(problem: Problem, decisions: Decisions) -> int:
@@ -341,7 +342,9 @@ def _host_bytes_of(tensor: TensorSize, plan: TensorPlan, in_pieces: bool) -> int
 
 def _log_bytes_of(problem: Problem, group: Group, tensor: TensorSize, plan: TensorPlan) -> int:
     logged = plan.cpu_update is not None and problem.is_logged(group, plan.cpu_update)
-    return tensor.log_bytes if logged else 0
+    if not logged:
+        return 0
+    return tensor.log_bytes if plan.states_from is None else tensor.param_bytes
 
 
 def counted_to(schedule: Schedule, own: Problem, other: Problem) -> Schedule:

@@ -7,9 +7,10 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+from offmate.solver import items
 from offmate.solver.files import load_problem, save
 from offmate.solver.instances.synthetic import speculating
-from offmate.solver.items import Item, ItemKind
+from offmate.solver.missed import missed
 from offmate.solver.plan import plan
 from offmate.solver.problem import RING_PIECES, Problem
 from offmate.solver.resources import Resource
@@ -131,17 +132,66 @@ def test_no_slower_for_having_it(seed):
     assert less is not None and more is not None and less <= more
 
 
-def test_no_update_from_files_is_speculated():
-    """Files have no log of the old values, so that these updates wait for the gate."""
+@functools.cache
+def speculated(part: float = 1.2) -> tuple[Problem, Schedule]:
+    """A problem whose host updates may come before the gate, with little RAM and a slow drive, and its plan."""
     problem = speculating(for_host_updates(trained(10)))
     least = least_host_within_device(problem)
     assert problem.gate and least is not None
-    found = plan(replace(problem, host_budget_bytes=int(1.2 * least))).schedule
-    assert found is not None and found.updated_from_files
+    problem = replace(problem, host_budget_bytes=int(part * least))
+    found = plan(problem).schedule
+    assert found is not None
+    return problem, found
+
+
+def test_updates_before_the_gate_log_parameters_and_take_second_places():
+    """The old states stay in the files, where the new ones have places of their own."""
+    problem, found = speculated()
+    validate(found)
+    assert from_dict(to_dict(found)) == found
     early = {action.name for action in found.actions if action.kind is Kind.SPECULATE_CPU}
-    assert not early & found.updated_from_files
-    assert not found.log_cpu_s.keys() & found.updated_from_files
-    assert not {Item(ItemKind.LOG, name) for name in found.updated_from_files} & found.item_bytes.keys()
+    assert found.in_two_slots == early & found.updated_from_files != frozenset()
+    tensors = {tensor.name: tensor for group in problem.groups for tensor in group.tensors}
+    for name in found.update_cpu_s:
+        in_files = name in found.updated_from_files
+        logged = tensors[name].param_bytes if in_files else tensors[name].log_bytes
+        assert found.item_bytes[items.log(name)] == logged
+    second = sum(tensors[name].state_bytes for name in found.in_two_slots)
+    (_, files) = found.tiers
+    assert found.second_slots_bytes == second
+    assert files[1] == second + sum(size for i, size in found.item_bytes.items() if found.homes.get(i) == FILES)
+
+
+def test_a_drive_without_room_for_second_places_is_refused():
+    _, found = speculated()
+    ((_, _), (tier, used)) = found.tiers
+    tiers = (replace(tier, capacity_bytes=used - 1),)
+    with pytest.raises(ScheduleError, match=f"{used} bytes reserved, the budget is {used - 1}"):
+        validate(replace(found, rates=replace(found.rates, tiers=tiers)))
+
+
+def test_second_places_count_in_the_drives_capacity():
+    """With room for the states once, fewer updates come before the gate, and the program is between the others."""
+    problem, found = speculated()
+    ((_, _), (_, used)) = found.tiers
+    small = problem.with_capacities({FILES: used - found.second_slots_bytes})
+    roomy_s, small_s, gated_s = (solve(p).objective_s for p in (problem, small, replace(small, speculates=False)))
+    assert roomy_s < small_s <= gated_s * (1 + 1e-6)
+
+
+def test_only_a_miss_moves_more_bytes():
+    """It reads and writes those states twice of which the update had begun."""
+    _, found = speculated()
+
+    def moved(schedule: Schedule) -> tuple[int, int]:
+        spans = simulate(schedule).timeline
+        updates = [s for s in spans if s.action.kind in (Kind.UPDATE_CPU, Kind.SPECULATE_CPU)]
+        into, out = (sum(span.bytes for span in updates if span.resource == link) for link in (INTO, OUT))
+        return into, out
+
+    states = sum(found.item_bytes[item] for name in found.updated_from_files for item in found.states[name])
+    assert moved(found) == (states, states)
+    assert moved(missed(found)) == (states + found.second_slots_bytes, states + found.second_slots_bytes)
 
 
 def test_files_of_problems_keep_it(tmp_path):
