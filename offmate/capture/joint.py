@@ -205,6 +205,8 @@ class _Run:
                 for part in reversed(parts):
                     if part is not None:
                         total = part if total is None else added(total, part, external.rounded)
+                if total is not None and external.low is not None and not external.low.gradient:
+                    total = total.to(external.node.meta["fake"].dtype)
                 totals.append(total)
         return totals
 

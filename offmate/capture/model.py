@@ -113,8 +113,8 @@ def trace_model(
 def in_low_precision(traced: Traced, low: Mapping[str, LowPrecision]) -> Traced:
     """Return a traced model of which some parameters move in a lower precision, as copies or with their gradients only.
 
-    The host casts copies, once per update, as autocast would do on the device for every use. Gradients leave in this
-    precision, in which autocast makes them.
+    The host casts copies, once per update, as autocast would do on the device for every use. Gradients of one
+    micro-batch leave in this precision, in which autocast makes them.
 
     Parameters
     ----------

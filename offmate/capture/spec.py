@@ -16,15 +16,16 @@ _ALIGNED = 16  # elements; kernels read up to so many at once, and strides keep 
 
 @dataclass(frozen=True)
 class LowPrecision:
-    """The lower precision to which autocast casts a parameter, in which it moves.
+    """The lower precision to which autocast casts a parameter, and what moves in it.
 
     Parameters
     ----------
-    copied: whether a copy in it comes to the device, and its gradient leaves in it; else the gradient alone.
+    copied: whether a copy of the parameter comes to the device in it. gradient: whether the gradient leaves in it.
     """
 
     dtype: torch.dtype
     copied: bool
+    gradient: bool = True
 
 
 @dataclass(frozen=True)

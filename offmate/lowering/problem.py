@@ -256,7 +256,8 @@ class Lowering:
             low, whole_bytes = self.low.get(name), _dense_bytes(fake)
             low_bytes = whole_bytes if low is None else whole_bytes * low.dtype.itemsize // fake.dtype.itemsize
             param_bytes = low_bytes if low is not None and low.copied else whole_bytes
-            size = TensorSize(name, param_bytes, low_bytes if grads else 0, training.state_bytes)
+            grad_bytes = low_bytes if low is not None and low.gradient else whole_bytes
+            size = TensorSize(name, param_bytes, grad_bytes if grads else 0, training.state_bytes)
             in_files = self.files is not None and not grads and name in self.files.names
             kind = uses, grads, (fake.dtype, low), training.side, in_files
             members.setdefault(kind, []).append((size, training))

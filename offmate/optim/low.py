@@ -24,7 +24,7 @@ def updated_in(low: LowPrecision | None, own: torch.Tensor) -> tuple[torch.Tenso
     low: the precision in which the parameter moves, None for its own. own: the parameter.
     """
     param = own.to(low.dtype) if low is not None and low.copied else own
-    grad = torch.zeros_like(param, dtype=own.dtype if low is None else low.dtype)
+    grad = torch.zeros_like(param, dtype=low.dtype if low is not None and low.gradient else own.dtype)
     return param, grad, {} if param is own else {WHOLE: own}
 
 

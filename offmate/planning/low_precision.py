@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -18,26 +19,35 @@ _PREFIX = "torch."
 Low = Mapping[str, LowPrecision]
 
 
-def gradients_alone(traced: Traced, request: Request, updater: Updater | None) -> Low:
-    """Return the parameters whose gradients may leave in the precision in which autocast makes them.
+def possible(traced: Traced, request: Request, updater: Updater | None) -> Low:
+    """Return the parameters that may move in the precision of autocast, with what surely gains: gradients alone.
 
     An update of one micro-batch makes a gradient in the lower precision, as it leaves. The sum over several is one in
     the parameter's own, and so is one that a scaler unscales.
     """
-    if updater is None or request.per_update > 1 or request.scales:
+    if updater is None or request.scales:
         return {}
     trained = {traced.captured.params[node] for node in traced.trainable}.intersection(updater.names.values())
-    return {name: LowPrecision(dtype, False) for name, dtype in traced.castable.items() if name in trained}
+    alone = request.per_update == 1
+    return {name: LowPrecision(dtype, False, alone) for name, dtype in traced.castable.items() if name in trained}
+
+
+def gradients_alone(low: Low) -> Low:
+    """Return those whose gradients may leave in the lower precision, without copies."""
+    return {name: one for name, one in low.items() if one.gradient}
 
 
 def further(low: Low, request: Request, fastest: Callable[[], Plan | None]) -> Iterator[Low]:
-    """Yield what else may be faster than gradients alone: copies of all parameters, then of what the host updates.
+    """Yield what else may be faster: copies of all parameters, then of what the host updates.
+
+    A pass that runs several micro-batches in turn reads a weight as often as one that runs one. Copies were not seen to
+    gain much there.
 
     Parameters
     ----------
     fastest: returns the fastest plan found so far, None if there is none.
     """
-    if not low or not request.config.low_copies or request.storage is not None:
+    if not low or not request.config.low_copies or request.storage is not None or request.per_step > 1:
         return
     yield _copied(low, low)
     # Their parameters then stay there, while one that the device updates takes its copy along: 14 bytes for 12.
@@ -48,7 +58,8 @@ def further(low: Low, request: Request, fastest: Callable[[], Plan | None]) -> I
 
 
 def _copied(low: Low, names: Collection[str]) -> Low:
-    return {name: LowPrecision(one.dtype, name in names) for name, one in low.items()}
+    copied = {name: replace(one, copied=name in names) for name, one in low.items()}
+    return {name: one for name, one in copied.items() if one.copied or one.gradient}
 
 
 def words_of(low: Low, copied: bool) -> dict[str, str]:
@@ -72,4 +83,7 @@ def of_plan(plan: Plan, traced: Traced) -> Low:
             raise PlanFileError(
                 f"the plan moves {what} in {word[:40]}, but the model reads this parameter in another way; plan again"
             )
-    return {name: LowPrecision(traced.castable[name], name in plan.low) for name in plan.low | plan.low_gradients}
+    alone = plan.schedule.per_update == 1
+    return {
+        name: LowPrecision(traced.castable[name], name in plan.low, alone) for name in plan.low | plan.low_gradients
+    }

@@ -37,7 +37,7 @@ from .describe import described
 from .elsewhere import as_elsewhere
 from .fingerprint import differences, fingerprint_of
 from .garbage import fewer_collections
-from .low_precision import Low, further, gradients_alone, of_plan, words_of
+from .low_precision import Low, further, gradients_alone, of_plan, possible, words_of
 from .orders import check_together
 from .phases import searching
 from .refusal import block_rows, refusal
@@ -309,9 +309,9 @@ def _fastest(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lo
     def fastest() -> tuple[Plan, Lowered]:
         return min(found, key=lambda one: one[0].predicted_step_s)
 
-    first = gradients_alone(subject.traced, subject.request, subject.updater)
-    search(first)
-    for low in further(first, subject.request, lambda: fastest()[0] if found else None):
+    every = possible(subject.traced, subject.request, subject.updater)
+    search(gradients_alone(every))
+    for low in further(every, subject.request, lambda: fastest()[0] if found else None):
         search(low)
     if not found:
         raise min(refused, key=lambda error: error.least_budget_bytes or math.inf)

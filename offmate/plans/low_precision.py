@@ -19,10 +19,11 @@ def words(schedule: Schedule, copies: Mapping[str, str], gradients: Mapping[str,
     sizes, found = schedule.item_bytes, []
     if copies:
         low_bytes = sum(sizes[items.parameter(name)] for name in copies)
+        gradients_too = ", and their gradients are as large" if schedule.per_update == 1 else ""
         found.append(
             f"{len(copies)} parameters come to the GPU in {_named(copies.values())}, to which "
             f"autocast would cast them there: {format_bytes(low_bytes)} instead of "
-            f"{format_bytes(2 * low_bytes)}, and their gradients are as large"
+            f"{format_bytes(2 * low_bytes)}{gradients_too}"
         )
     if gradients:
         whole_bytes = sum(sizes[items.parameter(name)] for name in gradients)

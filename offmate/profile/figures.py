@@ -96,9 +96,10 @@ def work_out(
         if param.requires_grad and updater is not None:
             bulk, scalars = state_bytes(updater, param, updater.groups[name])
             low = traced.low.get(name)
-            grad_bytes = param.nbytes if low is None else param.numel() * low.dtype.itemsize
+            low_bytes = param.nbytes if low is None else param.numel() * low.dtype.itemsize
+            grad_bytes = low_bytes if low is not None and low.gradient else param.nbytes
             copied = low is not None and low.copied
-            param_bytes, bulk = (grad_bytes, bulk + param.nbytes) if copied else (param.nbytes, bulk)
+            param_bytes, bulk = (low_bytes, bulk + param.nbytes) if copied else (param.nbytes, bulk)
             plain_s = machine.update_s(param.numel(), masters=False)
             seconds = machine.update_s(param.numel(), masters=copied or has_master(updater.base, param))
             log_s = seconds[0] * log_share(param_bytes, grad_bytes, bulk)

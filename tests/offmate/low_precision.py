@@ -18,11 +18,12 @@ def move(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     alone = planner._search
 
     def search(subject: Any, *given: Any) -> Any:
-        every = planner.gradients_alone(subject.traced, subject.request, subject.updater)
+        every = planner.possible(subject.traced, subject.request, subject.updater)
         low = {
             name: replace(one, copied=way == "copies" or (way == "both" and place % 2 == 0))
             for place, (name, one) in enumerate(every.items())
         }
+        low = {name: one for name, one in low.items() if one.copied or one.gradient}
         return alone(planner.in_low(subject, low), *given)
 
     monkeypatch.setattr(planner, "_search", search)

@@ -344,18 +344,41 @@ def test_no_copies_if_they_are_not_wanted() -> None:
     assert "head.weight" in loop.model.offmate.plan.low_gradients
 
 
-@pytest.mark.parametrize("settings", [{"accumulation_steps": 2}, {"optimizer": None}])
-def test_where_gradients_are_wider_there_are_none(low: None, settings: dict[str, Any]) -> None:
-    """A sum over micro-batches is in the parameter's own precision, and so is a gradient that the user's code takes."""
-    model = Decoder()
+def planned(model: torch.nn.Module, order: Any = "auto", **settings: Any) -> offmate.Plan:
     given = {"optimizer": TESTED["adamw"](model.parameters())} | settings
     batch = {"ids": torch.zeros(2, 8).long(), "y": torch.zeros(2, 8).long()}
+    config = offmate.Config(cache_dir=None, accumulation_order=order)
     with in_bfloat16():
-        plan = offmate.plan(
-            model, "1GiB", example_inputs=batch, device="emulated", config=offmate.Config(cache_dir=None), **given
-        )
+        return offmate.plan(model, "1GiB", example_inputs=batch, device="emulated", config=config, **given)
+
+
+@pytest.mark.parametrize("settings", [{"grad_scaler": torch.amp.GradScaler("cpu")}, {"optimizer": None}])
+def test_where_gradients_are_wider_there_are_none(low: None, settings: dict[str, Any]) -> None:
+    """A scaler unscales gradients in the parameter's own precision, and the user's code takes them in that."""
+    plan = planned(Decoder(), **settings)
     assert not plan.low
     assert not plan.low_gradients
+
+
+def test_sums_over_micro_batches_are_in_float32(low: None) -> None:
+    """Copies come in the lower precision all the same, for each of them."""
+    model = Decoder()
+    plan = planned(model, "by batch", accumulation_steps=2)
+    assert "head.weight" in plan.low
+    assert plan.problem is not None
+    sizes = {tensor.name: tensor for group in plan.problem.groups for tensor in group.tensors}
+    elements = model.head.weight.numel()
+    assert (sizes["head.weight"].param_bytes, sizes["head.weight"].grad_bytes) == (2 * elements, 4 * elements)
+
+
+@pytest.mark.parametrize("updates", ["host", "device"])
+@pytest.mark.parametrize("clip", [None, 0.05, 1e9])
+@pytest.mark.parametrize("budget", ["ample", "least"])
+def test_several_micro_batches(low: None, updates: str, clip: float | None, budget: str) -> None:
+    own = case(f"micro-{clip}-{updates}", max_grad_norm=clip, micro=3, config={"updates": updates})
+    plan = check(own, AMPLE_BYTES if budget == "ample" else least_bytes(own, None), None).plan
+    assert plan is not None
+    assert plan.low
 
 
 def test_bytes_that_move(way: str) -> None:
