@@ -93,7 +93,7 @@ class Config:
         clipping, accumulation or a scaler, updates wait for nothing, and this has no effect.
     low_copies: whether float32 weights that torch.autocast casts to a lower precision may be cast on the CPU, once per
         update, so that they are copied in that precision, as their gradients are. This changes no bits. A plan without
-        such copies is made, too, and the faster one is used. Planned updates can have them, but for those that run several
+        such copies is made, too, and the faster one is used. Planned updates can have them, unless they run several
         micro-batches block by block.
 
     Raises: ArgumentTypeError, ArgumentValueError naming the field, its value and the values that are allowed.
