@@ -62,4 +62,7 @@ def step_low(
         bare_step(kind)(inner)
         if WHOLE in state:
             param.copy_(leaf)
-    state.update(inner.state[leaf])
+    made = inner.state[leaf]
+    for key in state.keys() - made.keys() - {WHOLE}:
+        del state[key]
+    state.update(made)

@@ -27,9 +27,17 @@ def possible(traced: Traced, request: Request, updater: Updater | None) -> Low:
     """
     if updater is None or request.scales:
         return {}
-    trained = {traced.captured.params[node] for node in traced.trainable}.intersection(updater.names.values())
+    trained = _with_gradients(traced).intersection(updater.names.values())
     alone = request.per_update == 1
     return {name: LowPrecision(dtype, False, alone) for name, dtype in traced.castable.items() if name in trained}
+
+
+def _with_gradients(traced: Traced) -> set[str]:
+    found = set()
+    for block in traced.blocks:
+        made = (e.node.name for e, grad in zip(block.spec.externals, block.joint.grads) if grad is not None)
+        found |= {traced.captured.params[node] for node in traced.trainable.intersection(made)}
+    return found
 
 
 def gradients_alone(low: Low) -> Low:

@@ -14,6 +14,7 @@ from ..lowering.stored import StoredClass, StoredOption
 from ..solver.accumulation import AccumulationTrial
 from ..solver.files import problem_from_dict, read_record
 from ..solver.files import to_dict as problem_to_dict
+from ..solver.items import gradient, parameter
 from ..solver.problem import Problem
 from ..solver.schedule import Schedule
 from ..solver.text import from_dict, to_dict
@@ -132,6 +133,11 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     figures: Figures = read_record(rest, Figures, "plan")
     found = vars(figures) | {name: read_one(data[name]) for name, read_one in read_apart.items()}
     _check_options(found["schedule"], found["problem"], figures)
+    for name in figures.low | figures.low_gradients:
+        if not {parameter(name), gradient(name)} <= found["schedule"].item_bytes.keys():
+            raise ValueError(
+                f"the schedule has no parameter {name!r} with a gradient, which moves in a lower precision"
+            )
     return found
 
 

@@ -42,7 +42,6 @@ class LowCopies:
         host, self.seen = self._host, False
         copied = {name: low.dtype for name, low in precisions.items() if low.copied}
         with interrupts.held(), torch.no_grad():
-            host.low_gradients = frozenset(name for name, low in precisions.items() if low.gradient)
             for name in sorted(host.low - copied.keys()):
                 self._lift(name)
             for name, dtype in copied.items():

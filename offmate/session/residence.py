@@ -67,7 +67,7 @@ class Residence:
             log.info("%d parameters were edited (%s, ...), so all are copied to the device again", len(stale), stale[0])
         if (
             stale
-            or self.truth.copies.are_unmatched(variant.updates)
+            or self._copies_differ(variant)
             or self.active is not variant
             or self._is_worn(variant)
             or self.truth.low.differ()
@@ -88,6 +88,11 @@ class Residence:
         if not self.turns.gate:  # behind one nothing is updated before step(), where plain PyTorch looks at copies
             self.truth.copies.match(variant.updates)
         self.truth.accept()
+
+    def _copies_differ(self, variant: Variant) -> bool:
+        """Return whether float32 copies of what a plan updates may have to follow edits."""
+        copies, current = self.truth.copies, self.truth.current
+        return copies.are_unmatched(variant.updates) and not (current and not copies.differ(variant.updates))
 
     def _settle(self, variant: Variant) -> None:
         """Move parameters and states to RAM and to files, as a plan has them."""
@@ -182,8 +187,9 @@ class Residence:
             return
         with self.whole():
             if shown and self.updater is not None:
+                self.truth.copies.doubt(self.updater.names.values())
                 self.active.executor.renew_parameters(self.updater.names.values())
-            if read:
+            if read or (shown and self.truth.host.low):  # whose states have the parameters themselves
                 self.active.executor.renew_states()
 
     @alone

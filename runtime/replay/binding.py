@@ -125,7 +125,6 @@ class HostState:
     files: frozen parameters that can be read from files, byte for byte as in `params`.
     store: host memory in files; None if there is none. in_store: the parameters whose states are kept there.
     low: parameters of which `params` holds a copy in a lower precision; they themselves are in `states`, under `WHOLE`.
-    low_gradients: those whose gradients come in a lower precision, and are cast before anything else happens to them.
     """
 
     params: dict[str, torch.Tensor]
@@ -141,7 +140,6 @@ class HostState:
     store: MappedStore | None = None
     in_store: frozenset[str] = frozenset()
     low: set[str] = field(default_factory=set)
-    low_gradients: frozenset[str] = frozenset()
 
     @property
     def stored(self) -> bool:
@@ -157,6 +155,10 @@ class HostState:
         own = self.states[name][WHOLE] if name in self.low else self.params[name]
         assert isinstance(own, torch.Tensor)
         return own
+
+    def is_low(self, name: str, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient is in a lower precision than its parameter, and has to be cast before all else."""
+        return gradient.dtype != self.whole(name).dtype
 
     def written(self, tensors: Iterable[object]) -> None:
         """Note that host memory was written to in another way than by copies from the device."""

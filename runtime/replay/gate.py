@@ -99,8 +99,8 @@ class Gate:
         if bool(scale == 1.0):  # scaling would change nothing
             return
         # Those in a lower precision are scaled in their parameters' own, when these are updated.
-        low = self._host.low_gradients
-        later = {name for name, gradient in gradients.items() if gradient.on_host or name in low}
+        is_low = self._host.is_low
+        later = {name for name, gradient in gradients.items() if gradient.on_host or is_low(name, gradient.tensor)}
         for name, gradient in gradients.items():
             if name not in later:
                 gradient.tensor.mul_(scale.to(gradient.tensor.device))

@@ -76,11 +76,11 @@ class Parameters:
         self._contents.newer.discard(item)
 
     def renew(self, names: Iterable[str]) -> None:
-        """Copy the values of parameters that are on the device from the host again, but for those in files."""
+        """Copy the values of parameters that are on the device from the host again."""
         host = self._world.host
         for name in names:
             buffer = self._contents.params.get(name)
-            if buffer is not None and name not in self._unmoved and not host.stores(name):
+            if buffer is not None and name not in self._unmoved:
                 buffer.settle()
                 with torch.no_grad():
                     next(iter(buffer.tensors.values())).copy_(host.params[name])

@@ -106,8 +106,7 @@ class Norms:
 
     def _precision(self, name: str, gradient: torch.Tensor) -> torch.dtype | None:
         """Return the precision in which a norm is taken, its parameter's; None for the gradient's own."""
-        whole = self._host.whole(name).dtype if name in self._host.low_gradients else gradient.dtype
-        return whole if whole != gradient.dtype else None
+        return self._host.whole(name).dtype if self._host.is_low(name, gradient) else None
 
     def _watch(self, norms: torch.Tensor) -> None:
         if not self._watched:

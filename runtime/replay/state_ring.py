@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Protocol
@@ -93,11 +93,16 @@ class _Passing:
     Parameters
     ----------
     events: of its pieces. begun: whether any has been updated. makes_state: whether it is the first update.
+    found: by item, the event of the write that it comes after. tried: whether it may be undone. before: the update
+        that is then in force again.
     """
 
     events: list[Event] = field(default_factory=list)
     begun: bool = False
     makes_state: bool = False
+    found: dict[Item, Event] = field(default_factory=dict)
+    tried: bool = False
+    before: _Passing | None = None
 
 
 class StateRing:
@@ -149,7 +154,9 @@ class StateRing:
         Returns: the event of the parameter being updated. Its state may still be on its way to the files.
         """
         self._settle(name)
-        world, passing = self._world, _Passing(makes_state=not self._parts(name))
+        world, passing = self._world, _Passing(makes_state=not self._parts(name), tried=trial is not None)
+        if passing.tried and name in self._passing:
+            passing.before = replace(self._passing[name], found={}, tried=False, before=None)
         self._passing[name] = passing
         path, worker = world.store_path, world.schedule.rates.worker("update-cpu")
         assert path is not None, "what lies in files has a path to them"
@@ -160,6 +167,7 @@ class StateRing:
             item, size = piece.item, world.schedule.item_bytes[piece.item]
             # A failed write is known here at the latest; that of another piece is for whoever needs that one.
             earlier = (world.contents.written[item],) if item in world.contents.written else ()
+            passing.found |= dict.fromkeys((item,) if earlier else (), *earlier)
             free, work = Ended((self._written[0],)), _Work(self, piece, passing, update, grad, scale, item == last)
             there = world.device.transfer(partial(self._read, piece), size, path.into, (free, *earlier))
             before = self._updated = world.device.update_on_host(work, (*after, before, there), worker)
@@ -247,14 +255,23 @@ class StateRing:
 
     def comes_after(self, name: str, undone: Event) -> None:
         """Let the next update of a parameter come after the one before it was undone."""
-        what = UnderWay(f"putting back the state of {name} in its files", (undone,))
-        self._world.contents.written.update(dict.fromkeys(self._states.items(name), what))
+        # What the undone one came after may have failed, which it does not make good.
+        for item in self._states.items(name):
+            earlier = (self._passing[name].found[item],) if item in self._passing[name].found else ()
+            what = UnderWay(f"putting back the state of {item} in its files", (undone, *earlier))
+            self._world.contents.written[item] = what
 
     def undone(self, name: str) -> None:
         """Note that an update of a parameter has ended and was undone."""
-        self._passing.pop(name, None)
+        passing = self._passing.get(name)
+        if passing is None or not passing.tried:  # that has been noted
+            return
+        del self._passing[name]
+        if passing.before is not None:
+            self._passing[name] = passing.before
         for item in self._states.items(name):
             self._world.contents.written.pop(item, None)
+        self._world.contents.written.update(passing.found)
 
     def broke(self, name: str) -> None:
         """Note that the state that a parameter had before an update could not be put back."""

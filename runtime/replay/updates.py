@@ -129,7 +129,7 @@ class Updates:
         param, grad = contents.params[name], self._gradients.whole(name).tensor
         scale = self._gate.scale_of(name, grad.device)
         # Otherwise it has come back from the host, whose own copy stays.
-        if scale is not None and name not in self._host.low_gradients:
+        if scale is not None and not self._host.is_low(name, grad):
             grad.mul_(scale)
             scale = None
         parts = self._states.items(name)
@@ -165,6 +165,8 @@ class Updates:
         self._make_room(name, self._states.items(name)[0], buffer)
         self._known()(name, param, grad, state, factor)
         self._keep(self._states.items(name)[0], buffer, state)
+        for key in host.keys() - state.keys():
+            del host[key]
         for key, value in state.items():
             if not is_bulk(value) or not isinstance(host.get(key), torch.Tensor):
                 host[key] = value

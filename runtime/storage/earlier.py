@@ -21,13 +21,14 @@ class _Had(NamedTuple):
 class Earlier:
     """The chunks that some writes have put elsewhere, so that what they had can be put back.
 
-    State: `_had`, by tensor and chunk, what a request was the first to replace; `_sent`, chunks of which a write was
-    submitted, which the next ones follow; `over`, once it was dropped or put back. Changed under `_lock`.
+    State: `_had`, by tensor and chunk, what a request was the first to replace; `_sent`, where the first write that was
+    submitted puts a chunk, which the next ones follow even if it fails; `over`, once it was dropped or put back.
+    Changed under `_lock`.
     """
 
     def __init__(self) -> None:
         self._had: dict[tuple[StoredChunks, int], _Had] = {}
-        self._sent: set[tuple[StoredChunks, int]] = set()
+        self._sent: dict[tuple[StoredChunks, int], Place] = {}
         self.over = False
         self._lock = threading.Lock()
 
@@ -43,11 +44,9 @@ class Earlier:
         Raises: StorageError if there is too little space.
         """
         with self._lock:
-            if (stored, chunk) in self._sent:
-                return now
-            found = stored.places.beside(chunk, now, moves=whole)
-            self._sent.add((stored, chunk))
-            return found
+            if (stored, chunk) not in self._sent:
+                self._sent[stored, chunk] = stored.places.beside(chunk, now, moves=whole)
+            return self._sent[stored, chunk]
 
     def note(self, stored: StoredChunks, chunk: int) -> None:
         """Remember what a chunk has; a request calls it before it writes."""

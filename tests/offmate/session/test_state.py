@@ -65,6 +65,28 @@ def test_what_numpy_writes_into_weights_between_steps_counts(budget, earlier):
     assert_same(ours, reference)
 
 
+@pytest.mark.parametrize("updates", ["host", "device"])
+def test_float32_copies_follow_what_numpy_writes(updates):
+    loops = []
+    for planned in (True, False):
+        model = tiny().half()
+        optimizer = offmate.with_master_weights(torch.optim.AdamW)(model.parameters(), lr=1e-2)
+        if planned:
+            config = offmate.Config(cache_dir=None, updates=updates)
+            offmate.compile(model, AMPLE, optimizer=optimizer, device="emulated", cpu_budget=CPU_BUDGET, config=config)
+        loops.append(Loop(model, optimizer))
+    for loop in loops:
+        for number in range(4):
+            given = batch(number)
+            loop.model(x=given["x"].half(), y=given["y"])["loss"].backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            if number == 1:
+                for param in loop.model.parameters():
+                    param.detach().numpy()[...] *= 1.5
+    assert_same(*loops)
+
+
 def test_gradients_assigned_between_iterations():
     ours, reference = trained("least", steps=2), plain(2)
     for loop in (ours, reference):

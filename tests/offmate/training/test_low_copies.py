@@ -123,11 +123,14 @@ class Loop:
         self.forward(length, around).backward()
         if outside:
             (0.01 * self.model.layers[0][1].weight.square().sum()).backward()
+        self.finish()
+        self.at += 1
+
+    def finish(self) -> None:
         if self.clip is not None and not self.compiled:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.at += 1
 
     def result(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Any]:
         return self.seen, self.model.state_dict(), self.optimizer.state_dict()["state"]
@@ -140,7 +143,8 @@ def assert_alike(first: Loop, second: Loop) -> None:
     assert optimizer.keys() == other_optimizer.keys()
     for key, own in optimizer.items():
         assert own.keys() == other_optimizer[key].keys(), "the parameter itself is no part of its state for the user"
-        assert all(torch.equal(own[part], other_optimizer[key][part]) for part in own)
+        parts = [(own[part], other_optimizer[key][part]) for part in own]
+        assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in parts)
 
 
 def evaluate(loop: Loop) -> None:
@@ -156,10 +160,16 @@ def evaluate_before_the_backward(loop: Loop) -> None:
     with torch.no_grad():
         loop.seen.append(loop.model(ids=torch.zeros(1, 4).long(), y=torch.zeros(1, 4).long()))  # without autocast
     loss.backward()
-    if loop.clip is not None and not loop.compiled:
-        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), loop.clip)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    loop.finish()
+
+
+def evaluate_before_the_step(loop: Loop) -> None:
+    loop.forward().backward()
+    loop.model.eval()
+    with torch.no_grad():
+        loop.forward()
+    loop.model.train()
+    loop.finish()
 
 
 def train_in_float16(loop: Loop) -> None:
@@ -185,6 +195,12 @@ def edit(loop: Loop) -> None:
 def write_by_numpy(loop: Loop) -> None:
     for param in loop.model.parameters():
         param.detach().numpy()[...] *= 1.5
+
+
+def write_a_little_by_numpy(loop: Loop) -> None:
+    """Less than a copy shows."""
+    for param in loop.model.parameters():
+        param.detach().numpy()[...] += 1e-5
 
 
 def replace_memory(loop: Loop) -> None:
@@ -221,8 +237,9 @@ def change_the_shape(loop: Loop) -> None:
 
 
 BETWEEN = (
-    evaluate, evaluate_before_the_backward, edit, write_by_numpy, replace_memory, halve_moments, load, freeze,
-    unfreeze_in_vain, drop_a_backward, add_a_term, change_the_shape, train_in_float16,
+    evaluate, evaluate_before_the_backward, evaluate_before_the_step, edit, write_by_numpy, write_a_little_by_numpy,
+    replace_memory, halve_moments, load, freeze, unfreeze_in_vain, drop_a_backward, add_a_term, change_the_shape,
+    train_in_float16,
 )  # fmt: skip
 
 
@@ -344,10 +361,10 @@ def test_no_copies_if_they_are_not_wanted() -> None:
     assert "head.weight" in loop.model.offmate.plan.low_gradients
 
 
-def planned(model: torch.nn.Module, order: Any = "auto", **settings: Any) -> offmate.Plan:
+def planned(model: torch.nn.Module, order: Any = "auto", low_copies: bool = True, **settings: Any) -> offmate.Plan:
     given = {"optimizer": TESTED["adamw"](model.parameters())} | settings
     batch = {"ids": torch.zeros(2, 8).long(), "y": torch.zeros(2, 8).long()}
-    config = offmate.Config(cache_dir=None, accumulation_order=order)
+    config = offmate.Config(cache_dir=None, accumulation_order=order, low_copies=low_copies)
     with in_bfloat16():
         return offmate.plan(model, "1GiB", example_inputs=batch, device="emulated", config=config, **given)
 
@@ -379,6 +396,51 @@ def test_several_micro_batches(low: None, updates: str, clip: float | None, budg
     plan = check(own, AMPLE_BYTES if budget == "ample" else least_bytes(own, None), None).plan
     assert plan is not None
     assert plan.low
+
+
+class WithAux(Decoder):
+    """A decoder with a layer that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = torch.nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(ids=ids, y=y)
+        with torch.no_grad():
+            nothing = 0 * self.aux(loss.detach().expand(8)).sum()
+        return loss + nothing
+
+
+def test_a_weight_without_a_gradient_moves_as_it_is() -> None:
+    plan = planned(WithAux())
+    assert "head.weight" in plan.low | plan.low_gradients
+    assert not any(name.startswith("aux") for name in plan.low | plan.low_gradients)
+    assert "leave in bfloat16" in planned(WithAux(), low_copies=False).explain()
+
+
+class Once(torch.optim.SGD):
+    """Remembers the first step, and acts once on it in the second."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if "warm" in state:
+                    param.data.add_(state.pop("warm"))
+                elif "after" not in state:
+                    state["warm"], state["after"] = torch.full((), 0.01), 1
+
+
+@pytest.mark.parametrize("updates", ["host", "device"])
+def test_a_state_that_loses_a_part(way: str, updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TESTED, "adamw", lambda given: Once(given, lr=1e-2))
+    loops = [Loop(compiled, updates=updates) for compiled in (False, True)]
+    for loop in loops:
+        for _ in range(4):
+            loop.step()
+    assert_alike(*loops)
 
 
 def test_bytes_that_move(way: str) -> None:
