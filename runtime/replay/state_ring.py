@@ -167,7 +167,7 @@ class StateRing:
             item, size = piece.item, world.schedule.item_bytes[piece.item]
             # A failed write is known here at the latest; that of another piece is for whoever needs that one.
             earlier = (world.contents.written[item],) if item in world.contents.written else ()
-            passing.found |= {item: event for event in earlier}
+            passing.found.update((item, event) for event in earlier)
             free, work = Ended((self._written[0],)), _Work(self, piece, passing, update, grad, scale, item == last)
             there = world.device.transfer(partial(self._read, piece), size, path.into, (free, *earlier))
             before = self._updated = world.device.update_on_host(work, (*after, before, there), worker)
