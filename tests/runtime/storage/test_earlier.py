@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 from pathlib import PurePath
 
 import pytest
@@ -17,7 +18,7 @@ from offmate.runtime.storage.pieces import check_pieces, tensor_of
 import offmate
 
 from .faulty import CHUNK, Faulty, once, refused
-from .test_moves import SHARES, drawn, drawn_rows, files_bytes, random_like, read, store_on, write
+from .test_moves import SHARES, drawn, drawn_rows, end, files_bytes, random_like, read, store_on, write
 from .test_moves_and_links import digests
 
 
@@ -36,11 +37,7 @@ def test_any_order_of_tries_moves_writes_edits_and_checkpoints(tmp_path, data):
         held, plain = drawn(data, store)
         under_way, gates, kept, number = [], [], [], 0
 
-        def done():
-            while gates:
-                gates.pop(0).settle()
-            while under_way:
-                under_way.pop().synchronize()
+        done = functools.partial(end, gates, under_way)
 
         for seed in range(data.draw(st.integers(1, 12), "steps")):
             which = data.draw(st.integers(0, 1), "tensor")

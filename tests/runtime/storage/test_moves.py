@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 
 import pytest
 import torch
@@ -67,6 +68,14 @@ def drawn(data, store):
     return held, [torch.zeros_like(like) for _ in held]
 
 
+def end(gates, under_way):
+    """Open the gates in order, and wait until all that is under way has ended."""
+    while gates:
+        gates.pop(0).settle()
+    while under_way:
+        under_way.pop().synchronize()
+
+
 def drawn_rows(data, tensor):
     first = data.draw(st.integers(0, len(tensor) - 1), "first row")
     return slice(first, data.draw(st.integers(first + 1, len(tensor)), "last row"))
@@ -80,11 +89,7 @@ def test_whatever_moves_between_writes_values_are_those_of_a_tensor_in_ram(tmp_p
         held, plain = drawn(data, store)
         under_way, gates, reads = [], [], []
 
-        def done():
-            while gates:
-                gates.pop(0).settle()
-            while under_way:
-                under_way.pop().synchronize()
+        done = functools.partial(end, gates, under_way)
 
         for seed in range(data.draw(st.integers(1, 12), "steps")):
             which = data.draw(st.integers(0, 1), "tensor")

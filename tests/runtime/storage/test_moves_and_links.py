@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 from pathlib import PurePath
 
@@ -16,7 +17,19 @@ from offmate.runtime.storage.links import remove_files
 from offmate.runtime.storage.pieces import check_pieces, tensor_of
 
 from .faulty import CHUNK, Faulty, once, refused
-from .test_moves import SHARES, drawn, drawn_rows, files_bytes, paths_of, random_like, read, store_on, stored_in, write
+from .test_moves import (
+    SHARES,
+    drawn,
+    drawn_rows,
+    end,
+    files_bytes,
+    paths_of,
+    random_like,
+    read,
+    store_on,
+    stored_in,
+    write,
+)
 
 
 def digests(tmp_path):
@@ -31,11 +44,7 @@ def test_any_order_of_moves_writes_edits_and_checkpoints(tmp_path, data):
         held, plain = drawn(data, store)
         under_way, gates, kept, number = [], [], {}, 0
 
-        def done():
-            while gates:
-                gates.pop(0).settle()
-            while under_way:
-                under_way.pop().synchronize()
+        done = functools.partial(end, gates, under_way)
 
         for seed in range(data.draw(st.integers(1, 14), "steps")):
             which = data.draw(st.integers(0, 1), "tensor")
