@@ -40,12 +40,20 @@ def cached(path: Path | None, fingerprint: str, request: Request) -> Plan | None
 
 
 def fitting(plan: Plan | None, request: Request) -> Plan | None:
-    """Return the plan if it fits into the host budget, and was made for storage paths about as fast as those now."""
+    """Return the plan if it fits into RAM and storage paths, and was made for paths about as fast as those now."""
     if plan is not None and not request.has_room_for(plan.host_bytes):
         log.info(
             "an earlier plan is ignored: it needs %s of RAM, more than there is now", format_bytes(plan.host_bytes)
         )
         return None
+    if plan is not None and request.storage is not None:
+        needed = plan.schedule.bytes_in_files + plan.schedule.second_slots_bytes
+        if needed > request.storage.capacity_bytes:
+            log.info(
+                "an earlier plan is ignored: it needs %s in files, and there is room for %s now",
+                format_bytes(needed), format_bytes(request.storage.capacity_bytes),
+            )  # fmt: skip
+            return None
     if plan is not None and (words := other_rates(plan, request)):
         log.info("an earlier plan is ignored: %s", words)
         return None

@@ -242,7 +242,7 @@ class Turns:
 
     def zeroing(self, set_to_none: bool) -> None:
         """Note that zero_grad() is about to clear the gradients."""
-        self._zeroed = set() if set_to_none else self._zeroed | self._graded
+        self._zeroed = set() if set_to_none else self._zeroed | (self._graded - self._alone)
         self._graded, self._alone = set(), set()
 
     def clearing(self, name: str) -> bool:

@@ -106,13 +106,13 @@ class Spread:
     def reserve_twice(self) -> None:
         """Reserve a second place for each chunk on its path. Raises: StorageError if a path has too little space."""
         with self._lock:
-            known, self._twice = dict(self._second), True
+            known, before, self._twice = dict(self._second), self._twice, True
             files = set(self._origin)
             try:
                 for path in range(len(self._homes)):
                     self._reserve(self._lacking(self.paths, path, self._second), path, self._second)
             except BaseException:
-                self._second = known
+                self._second, self._twice = known, before
                 self._take_back(files)
                 raise
 
