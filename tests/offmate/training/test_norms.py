@@ -106,14 +106,15 @@ def test_norms_whose_bits_depend_on_threads_are_left_to_the_training_thread(two_
     model, _ = decoder(budget="1GiB", accumulation_steps=2, **CLIP)
     model(**token_batches()[0]).backward()
     norms = model._offmate_session.training.executor._norms
+    half, single = [name for name, _ in model.named_parameters()][:2]
     norms.begin(last=True)
     torch.set_num_threads(1)  # as a worker has it
-    norms.on_worker("half", total)
-    norms.on_worker("single", total.float())
-    assert norms._found.keys() == {"single"}
+    norms.on_worker(half, total)
+    norms.on_worker(single, total.float())
+    assert norms._found.keys() == {single}
     norms.begin(last=True)  # now the training thread has no more
-    norms.on_worker("half", total)
-    assert norms._found.keys() == {"half"}
+    norms.on_worker(half, total)
+    assert norms._found.keys() == {half}
 
 
 @pytest.mark.parametrize("micro", [1, 2])
