@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import InfeasibleBudget
+from ..errors import InfeasibleBudget, StorageError
 from ..plans.break_even import BreakEven, alone, break_even
 from ..reports.units import format_seconds
 from .clipping import Clipping
@@ -67,6 +67,17 @@ class Choice:
             seen, misses, 100 * figures.share, self._next(figures),
         )  # fmt: skip
 
+    def waits_again(self, variant: Variant, error: StorageError) -> bool:
+        """Let updates wait for the gate again if the plan whose updates do not has no room in files; say so.
+
+        Returns: whether they do wait now, so that the call can go on with another variant.
+        """
+        if self.clipping is None or not variant.kind.early:
+            return False
+        self.clipping.wait()
+        log.warning("updates wait for the gate again, since there is no room for earlier ones: %s", error)
+        return True
+
     def _next(self, figures: BreakEven) -> str:
         assert self.clipping is not None
         gated_s = format_seconds(figures.gated_s)
@@ -93,7 +104,7 @@ class Choice:
             early, _ = self._preparer.variant_for(model, replace(call, early=True), make_room)
             variants.append(early)
             figures = break_even(usual, early.prepared.plan.schedule)
-        except InfeasibleBudget as error:
+        except (InfeasibleBudget, StorageError) as error:
             log.info("no plan updates before the gate: %s", error)
             figures = alone(usual)
         for variant in variants:

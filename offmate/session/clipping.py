@@ -67,3 +67,8 @@ class Clipping:
             switches = account_s >= full_s and misses < figures.share * seen
         self.early ^= switches
         return switches
+
+    def wait(self) -> None:
+        """End updates before the gate for another reason than the steps: for now, there is no room for them."""
+        self.early, self._account_s = False, 0.0
+        self._times *= _MORE

@@ -15,7 +15,7 @@ from ..capture.byproducts import deliver
 from ..capture.checks import check_hooks, hooked
 from ..capture.kv_caches import has_cache, without_cache
 from ..capture.plain import Plainness
-from ..errors import ProtocolError
+from ..errors import ProtocolError, StorageError
 from ..guards.watch import Watch
 from ..machines.devices import make_device
 from ..optim.updater import Updater
@@ -174,9 +174,7 @@ class Session:
             self.residence.bring_home()
         self.truth.adopt_tensors()
         self.truth.copies.doubt(edited)  # before anything that may fail, and after which edits no longer show
-        variant, tensors = self._variant_for(call)
-        self.residence.renew()
-        self.residence.activate(self.model, variant, edited)
+        variant, tensors = self._active_for(call, edited)
         if call.trains:
             outputs = self._train(variant, tensors)
         else:
@@ -226,6 +224,19 @@ class Session:
             self.residence.drop_forward()
             return None
         return under_way
+
+    def _active_for(self, call: Call, edited: tuple[str, ...]) -> tuple[Variant, list[torch.Tensor | None]]:
+        """Return the variant for a call, with its tensors on the device, and the leaves as its executor takes them."""
+        variant, tensors = self._variant_for(call)
+        self.residence.renew()
+        try:
+            self.residence.activate(self.model, variant, edited)
+        except StorageError as error:
+            if not self.choice.waits_again(variant, error):
+                raise
+            variant, tensors = self._variant_for(call)
+            self.residence.activate(self.model, variant, edited)
+        return variant, tensors
 
     def _variant_for(self, call: Call) -> tuple[Variant, list[torch.Tensor | None]]:
         """Return the variant for a call, and the call's leaves as its executor takes them."""

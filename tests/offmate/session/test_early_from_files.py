@@ -6,6 +6,7 @@ import contextlib
 import copy
 import errno
 import functools
+import itertools
 import random
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from offmate.solver.schedule import Kind
 from offmate.solver.scheduling.validate import validate
 
 import offmate
+from offmate.plans.break_even import BreakEven
 from offmate.session import preparer, state_storage
 
 from ...accelerator.loops import without_allocator
@@ -453,3 +455,88 @@ def test_a_write_that_failed_after_its_step_is_not_forgotten(slow, look, everyth
         pair.optimizer.step()
         pair.model.offmate.sync()
     assert pair.model._offmate_session.truth.torn
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of both kinds. Those with updates before the gate have all of them there, and begin after 5 steps."""
+    figures = BreakEven(gated_s=1.0, kept_s=0.8, missed_s=1.2, switch_s=0.0, log_bytes=1000)
+    monkeypatch.setattr("offmate.session.choice.break_even", lambda gated, early: figures)
+    make_plan = preparer.make_plan
+
+    def made(*args: Any, **given: Any) -> Any:
+        prepared = make_plan(*args, **given)
+        return replace(prepared, plan=all_early(prepared.plan)) if args[3].speculates else prepared
+
+    monkeypatch.setattr(preparer, "make_plan", made)
+
+
+AUTO = replace(CONFIG, speculate="auto")
+
+
+@pytest.mark.parametrize("skip", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("order", "micro", "gpu", "ram"),
+    [
+        ("by batch", 1, 1_600_000, 2_100_000),
+        ("by batch", 3, 2_000_000, 2_300_000),
+        ("by block", 3, 2_000_000, 2_000_000),
+    ],
+)
+def test_a_drive_that_has_filled_up_lets_updates_wait(
+    slow: Any,
+    order: str,
+    micro: int,
+    gpu: int,
+    ram: int,
+    skip: int,
+    chosen: Any,
+    forced: Any,
+    monkeypatch: Any,
+    caplog: Any,
+) -> None:
+    """Training goes on with the plan that needs no second places, and asks again after twice as many steps."""
+    faulty = Faulty()
+    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
+    monkeypatch.setattr(state_storage, "Engine", engine)
+    config = replace(AUTO, accumulation_order=order)
+    pair = Pair(slow, clip=INF, accumulation_steps=micro, config=config, gpu_budget=gpu, cpu_budget=ram)
+    early = []
+    for number in range(20):
+        if number == 3:
+            faulty.faults["fallocate"] = _after(skip, refused(errno.ENOSPC))
+        if number == 7:
+            faulty.faults.clear()
+        pair.step(number, micro=micro)
+        early.append(pair.model._offmate_session.training.kind.early)
+    pair.check()
+    assert pair.model.offmate.plan.schedule.in_two_slots
+    said = [record.getMessage() for record in caplog.records if "wait for the gate again" in record.getMessage()]
+    assert len(said) == 1 and "No space left" in said[0]
+    assert early == [False] * early.index(True) + [True] * (20 - early.index(True)) and early.index(True) > 12
+
+
+def _after(skip: int, fault: Any) -> Any:
+    """A fault of all calls after the first ones."""
+    calls = itertools.count()
+    return lambda real, *given: real(*given) if next(calls) < skip else fault(real, *given)
+
+
+def test_without_room_for_second_places_updates_wait_from_the_first_step_on(slow, chosen, monkeypatch, caplog):
+    check = state_storage.StateStorage.check_room
+    monkeypatch.setattr(
+        state_storage.StateStorage,
+        "check_room",
+        lambda self, schedule: _refuse() if schedule.second_slots_bytes else check(self, schedule),
+    )
+    with caplog.at_level("INFO", "offmate"):
+        pair = Pair(slow, clip=INF, config=AUTO)
+        for number in range(8):
+            pair.step(number)
+    pair.check()
+    assert not pair.model._offmate_session.training.kind.early
+    assert any("no plan updates before the gate: full" in record.getMessage() for record in caplog.records)
+
+
+def _refuse() -> None:
+    raise offmate.StorageError("full")
