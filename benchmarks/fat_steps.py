@@ -7,11 +7,12 @@ RAM and the drives of `benchmarks/storage_plans.py`. Gradients are clipped, clip
 `--whole` some are simulated for whole tensors, too, and these then count. Beside them stand the computes alone, and
 what the drive takes at least for the bytes that the plan moves there.
 
-Then GreedySnake's first machine and GPT-65B (its sections 4.5 and 6): how many micro-batches hide the optimizer's
-storage. The GPU updates what lies there. "alpha" is the part of the stored states' traffic that is under way outside
-the backwards (its section 4.4).
-Where 195 GB of RAM do not suffice, the row has as much as it needs: parameters stay in RAM here, and so does what the
-half-layer blocks hand on, for each micro-batch.
+Then GreedySnake's first machine and GPT-65B (its sections 4.5 and 6, and its figure 11): how many micro-batches hide
+the optimizer's storage. Blocks are whole layers, and parameters may lie on the drive, too; what blocks hand on stays in
+RAM. "alpha" is the part of the stored states' traffic that is under way outside the backwards (its section 4.4), with
+that of updates on the CPU spread as these are. "not delayed" is the least that an update would take if all of it had to
+be under way in the backwards: their computes or that traffic, whichever is longer, after the forwards' computes. Where
+195 GB of RAM do not suffice, the row has as much as it needs.
 
 Each bar that a table is checked against is printed below it, met or not.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,19 +209,21 @@ def _drive_bars(rows: list[dict[str, Any]]) -> list[Bar]:
 
 # -- GreedySnake's first machine --------------------------------------------------------------------------------------
 
-_SNAKE_COUNTS = (8, 16, 20, 24)
+_SNAKE_COUNTS = (4, 8, 12, 16, 18, 20, 24, 28)
 _SNAKE_GPU_BYTES, _SNAKE_RAM_BYTES = 22 * GB, 195 * GB  # of 24 and of 256: less what the system and buffers take
 _SNAKE_READ, _SNAKE_WRITE = 6.5 * GB, 4.0 * GB  # a PM9A3's, which do not help each other
 _SNAKE_FLOPS, _SNAKE_MEMORY = 64e12, 768 * GB  # an A5000's: 16.4 s per micro-batch of 2,048 tokens, as section 6.4 says
 _SNAKE_LINK, _SNAKE_LINK_BOTH = 25 * GB, 40 * GB  # PCIe 4.0
 # Where the paper's RAM does not suffice, a row has so many times the least that does, if that is not far more.
 _ROOM, _FAR = 1.05, 2.0
-_SNAKE_FIGURES = ("RAM GB", "compute s", "drive s", "program s", "alpha", "status", "solved in s")
+_SNAKE_FIGURES = (
+    "RAM GB", "compute s", "drive s", "program s", "not delayed s", "tokens/s", "alpha", "status", "solved in s",
+)  # fmt: skip
 _SNAKE_HOST_UPDATES = 200 * GB  # bytes per second of updates on two EPYC 7302, assumed
 
 
 def _snake_rows(whole: bool) -> Iterator[dict[str, Any]]:
-    del whole  # a plan of 160 blocks takes too long
+    del whole  # a plan of 80 layers and as many tensors takes too long
     one = snake_problem()
     clipped = gated(one, update_steps(one.groups, one.device_budget_bytes))
     for updates, problem in (("unclipped", one), ("clipped", clipped)):
@@ -232,7 +236,7 @@ def _snake_rows(whole: bool) -> Iterator[dict[str, Any]]:
                 continue
             if least > fat.host_budget_bytes:
                 fat = replace(fat, host_budget_bytes=round(_ROOM * least))
-            yield case | _snake_figures(fat)
+            yield case | _snake_figures(fat, count)
 
 
 def snake_problem() -> Problem:
@@ -243,31 +247,52 @@ def snake_problem() -> Problem:
     updates = (precision.param_bytes * rate / moved for rate in (_SNAKE_HOST_UPDATES, _SNAKE_MEMORY))
     shape = Shape(80, 8192, 4 * 8192, vocab=50257, batch=1, sequence=TOKENS, gated=False)
     speeds = Speeds(_SNAKE_FLOPS, _SNAKE_MEMORY, *updates, rates)
-    problem = llama(shape, speeds, _SNAKE_GPU_BYTES, _SNAKE_RAM_BYTES, precision=precision)
+    problem = llama(shape, speeds, _SNAKE_GPU_BYTES, _SNAKE_RAM_BYTES, precision=precision, whole_layers=True)
     both = 2 / (1 / _SNAKE_READ + 1 / _SNAKE_WRITE)
     problem = _with_drive(problem, _SNAKE_READ, _SNAKE_WRITE, both, ram_bytes=_SNAKE_RAM_BYTES)
-    return problem.with_host_updates_in_ram
+    tiers = tuple(replace(tier, for_parameters=True) for tier in problem.rates.tiers)
+    return replace(problem, rates=replace(problem.rates, tiers=tiers))
 
 
-def _snake_figures(problem: Problem) -> dict[str, Any]:
+def _snake_figures(problem: Problem, count: int) -> dict[str, Any]:
     found = solve(problem, time_limit_s=_LIMIT_S)
-    n = problem.n_blocks
-    again = zip(problem.blocks, found.options)
-    computes_s = sum(b.options[o].forward_s + b.options[o].backward_s for b, o in again) if found.options else None
-    flows = [(group.state_bytes, found.groups[group.name]) for group in problem.groups if found.options]
-    trips = [(size, trip) for size, flow in flows for trip in (flow.state_in, flow.state_out)]
-    moved = [(step, size * part) for size, trip in trips for step, part in trip.items()]
-    total = sum(size for _, size in moved)
+    if not found.options:
+        return dict.fromkeys(_SNAKE_FIGURES, None) | {"status": found.status.name.lower(), "solved in s": found.solve_s}
+    options = [block.options[o] for block, o in zip(problem.blocks, found.options)]
+    forward_s, backward_s = sum(o.forward_s for o in options), sum(o.backward_s for o in options)
+    read, written = _state_traffic(problem, found)
+    path = problem.rates.paths[STATE_STORAGE]
+    in_s, out_s = sum(read.values()) / path.in_bytes_per_s, sum(written.values()) / path.out_bytes_per_s
+    backwards = range(problem.n_blocks, problem.first_turn_around)
+    delayed = sum(size for trip in (read, written) for step, size in trip.items() if step not in backwards)
+    total = sum(read.values()) + sum(written.values())
     figures = (
         problem.host_budget_bytes / GB,
-        computes_s,
+        forward_s + backward_s,
         _drive_s(problem, found),
-        found.objective_s if found.options else None,
-        sum(size for step, size in moved if not n <= step < 2 * n) / total if total else None,
+        found.objective_s,
+        max(found.objective_s, forward_s + max(backward_s, path.seconds(in_s, out_s))),
+        count * TOKENS / found.objective_s,
+        delayed / total if total else None,
         found.status.name.lower(),
         found.solve_s,
     )
     return dict(zip(_SNAKE_FIGURES, figures))
+
+
+def _state_traffic(problem: Problem, found: Solution) -> tuple[Counter[int], Counter[int]]:
+    """Return the bytes of states that are read from the drive and written there, by step."""
+    read, written = Counter[int](), Counter[int]()
+    for group in problem.groups:
+        flow = found.groups[group.name]
+        stored = flow.state_tiers.get(STATE_STORAGE, 0.0)
+        for trip, steps in ((read, flow.state_in), (written, flow.state_out)):
+            trip.update({step: stored * group.state_bytes * part for step, part in steps.items()})
+        for step, part in flow.cpu_update.items() if flow.from_files else ():
+            size = group.state_bytes * flow.from_files * part / flow.cpu_part
+            read[step] += size
+            written[step] += size
+    return read, written
 
 
 def _snake_bars(rows: list[dict[str, Any]]) -> list[Bar]:
