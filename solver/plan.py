@@ -20,7 +20,7 @@ from .solution import Solution, Status
 from .solve import fills_host, least_host_within_device, solve
 
 _WORTH_SHARING = 0.01  # of the host's budget; for less than that no second search is made
-_WORTH_FILES = 0.05  # of a step that the program must gain from parameters in files before they are tried
+_WORTH_FILES = 0.05  # of a step that the program must gain from parameters or values in files before they are tried
 _WORTH_HOST_UPDATES = 0.02  # the same, from updates on the host of states in files
 # Host budgets that are tried for whole tensors, in those that fractions need.
 _SHARES = (1.02, 1.05, 1.1, 1.3, 2.0)
@@ -62,8 +62,9 @@ def plan(
     the program is then solved again with smaller budgets. Where whole tensors cost time, passes look for a faster
     schedule (see refinements.py), and the fastest is taken. Where the host's memory limits copies and updates together,
     the schedule that is planned without this limit is taken if it is faster under it. Where the host's memory is full,
-    a second search lets what is there at different times share it. Trained parameters leave to files, and the host
-    updates states in files, only where there is no plan without that, or a faster one with it.
+    a second search lets what is there at different times share it. Trained parameters, activations and interface values
+    leave to files, and the host updates states in files, only where there is no plan without that, or a faster one with
+    it.
 
     Parameters
     ----------
@@ -76,14 +77,16 @@ def plan(
     Source: OffMate, section 4.2 and appendix B.
     """
     limits, ladder = Limits(time_limit_s, gap, backend), tuple(ladder)
-    in_ram = problem.with_host_updates_in_ram
+    states_only = problem.with_values_in_ram
+    in_ram = states_only.with_host_updates_in_ram
     ways = [in_ram.with_parameters_in_ram]
     ways += [in_ram] if problem.parameter_tiers else []
     if problem.host_update_tier is not None:
-        ways += [problem.with_parameters_in_ram, *([problem] if problem.parameter_tiers else [])]
+        ways += [states_only.with_parameters_in_ram, *([states_only] if problem.parameter_tiers else [])]
+    ways += [problem] if problem.value_tiers else []
     found = _in_time(ways[0], limits, ladder, report)
     for way in ways[1:]:
-        worth = _WORTH_FILES if way.host_update_tier is None else _WORTH_HOST_UPDATES
+        worth = _WORTH_FILES if way.value_tiers or way.host_update_tier is None else _WORTH_HOST_UPDATES
         if found.schedule is None or _gains_from_files(way, found, limits, worth):
             other = _in_time(way, limits, ladder, report)
             found = other if found.simulation is None or _seconds(other) < _seconds(found) else found

@@ -116,7 +116,7 @@ class Problem(InPasses):
     @property
     def roaming_tiers(self) -> tuple[Tier, ...]:
         """The tiers that activations and interface values may leave to, the host first."""
-        return tuple(tier for tier in self.state_tiers if not tier.for_states)
+        return tuple(tier for tier in self.state_tiers if tier.for_values or not tier.for_states)
 
     @property
     def frozen_tiers(self) -> tuple[Tier, ...]:
@@ -161,6 +161,17 @@ class Problem(InPasses):
         """The problem in which trained parameters leave to the host only."""
         tiers = tuple(replace(tier, for_parameters=False) for tier in self.rates.tiers)
         return replace(self, rates=replace(self.rates, tiers=tiers))
+
+    @property
+    def with_values_in_ram(self) -> Problem:
+        """The problem in which activations and interface values leave to no tier that is for states."""
+        tiers = tuple(replace(tier, for_values=False) for tier in self.rates.tiers)
+        return replace(self, rates=replace(self.rates, tiers=tiers))
+
+    @property
+    def value_tiers(self) -> tuple[Tier, ...]:
+        """The tiers for states that activations and interface values may leave to, too."""
+        return tuple(tier for tier in self.roaming_tiers if tier.for_values)
 
     @property
     def buffers_bytes(self) -> int:

@@ -126,8 +126,9 @@ class Tier:
     holds_frozen: whether it holds frozen parameters all the time, beside what leaves to it: files that are read and
         never written.
     buffers_bytes: bytes of the host's memory that copies through the host take.
-    for_states: whether nothing but optimizer states leaves to it, and trained parameters if it is for these, too.
+    for_states: whether nothing but optimizer states leaves to it, and what the next two name.
     for_parameters: whether trained parameters that the device updates may leave to it.
+    for_values: whether activations and interface values may leave to it, although it is for states.
     for_host_updates: whether it may hold optimizer states that the host updates. They come to the host's memory piece
         by piece, are updated there and written back, without the host's link.
     """
@@ -138,6 +139,7 @@ class Tier:
     buffers_bytes: int = 0
     for_states: bool = False
     for_parameters: bool = False
+    for_values: bool = False
     for_host_updates: bool = False
 
     @property
@@ -276,7 +278,7 @@ class Rates:
         for tier in tiers:
             may_be_absent = ((tier["path"], "per_copy_s"), (tier["path"], "through_host"),
                              (tier, "holds_frozen"), (tier, "buffers_bytes"), (tier, "for_states"),
-                             (tier, "for_parameters"), (tier, "for_host_updates"))  # fmt: skip
+                             (tier, "for_parameters"), (tier, "for_values"), (tier, "for_host_updates"))  # fmt: skip
             for row, name in may_be_absent:
                 if not row[name]:
                     del row[name]

@@ -279,12 +279,24 @@ class Schedule(InPasses):
         to_ram = {a.item for a in self.actions if a.kind in moving and a.item not in self.homes}
         return frozenset(self.update_device_s) - items_named(to_ram, ItemKind.PARAMETER)
 
+    @cached_property
+    def values_in_files(self) -> frozenset[Item]:
+        """The activations and interface values that leave to a tier for states."""
+        files = {tier.name for tier in self.rates.tiers if tier.for_states}
+        return frozenset(item for item, home in self.homes.items() if item.kind.by_batch and home in files)
+
     @property
     def bytes_in_files(self) -> int:
         """The bytes of all states and trained parameters whose homes are in files, each of them once."""
         own = [item for name in self.states_in_files for item in self.states.get(name, ())]
         own += [Item(ItemKind.PARAMETER, name) for name in self.parameters_in_files]
         return sum(self.item_bytes.get(item, 0) for item in own)
+
+    @property
+    def most_bytes_in_files(self) -> int:
+        """The bytes that files need: those of `bytes_in_files`, of second places, and of values that leave there."""
+        values = sum(self.item_bytes[item] for item in self.values_in_files)
+        return self.bytes_in_files + self.second_slots_bytes + values
 
     @property
     def tiers(self) -> tuple[tuple[Tier, int], ...]:

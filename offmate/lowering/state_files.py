@@ -1,4 +1,4 @@
-"""Optimizer states and trained parameters that a plan may keep in files on storage paths, as the solver sees them."""
+"""What a plan may keep in files on storage paths, as the solver sees them: states, parameters, activations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StatePath:
 
 @dataclass(frozen=True)
 class StateFiles:
-    """Files that optimizer states and trained parameters leave to, over all storage paths together.
+    """Files that optimizer states, activations and trained parameters leave to, over all storage paths together.
 
     Parameters
     ----------
@@ -52,5 +52,7 @@ class StateFiles:
         """The tier that they are."""
         rates = self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s
         path = Path(STATE_STORAGE, *rates, through_host=True).moving_alike(self.both_bytes_per_s)
-        kinds = {"for_states": True, "for_parameters": self.for_parameters, "for_host_updates": True}
-        return Tier(path, self.capacity_bytes, buffers_bytes=self.buffers_bytes, **kinds)
+        kinds = {"for_states": True, "for_values": True, "for_host_updates": True}
+        return Tier(
+            path, self.capacity_bytes, buffers_bytes=self.buffers_bytes, for_parameters=self.for_parameters, **kinds
+        )

@@ -10,6 +10,7 @@ from ..lowering.frozen_files import FrozenFiles
 from ..optim.updater import UpdateCost
 from ..runtime.devices.ring import BUFFERS_BYTES
 from ..runtime.storage.disk_queue import N_THREADS, REQUEST_BYTES
+from ..solver.problem import Problem
 
 _PER_TRAINED = 4  # bytes of gradient and states, at most, per byte of a parameter that is trained
 _FOR_PARAMETERS = 0.7  # of the RAM; activations may leave to the rest of it
@@ -33,8 +34,24 @@ def states_need_files(sizes: Mapping[str, int], updates: Mapping[str, UpdateCost
     ----------
     sizes: bytes of every parameter by name. updates: costs of the updates that are planned, by parameter.
     """
-    trained = sum(sizes[name] + cost.state_bytes for name, cost in updates.items())
-    return sum(sizes.values()) + trained > _FOR_PARAMETERS * host_budget_bytes
+    return _trained_bytes(sizes, updates) > _FOR_PARAMETERS * host_budget_bytes
+
+
+def values_need_files(problem: Problem, sizes: Mapping[str, int], updates: Mapping[str, UpdateCost]) -> bool:
+    """Return whether these, and all activations and interface values that can leave, may take more RAM than there is.
+
+    Parameters
+    ----------
+    problem: the one without storage paths. sizes, updates: as in `states_need_files`.
+    """
+    leaving = sum(max(option.offloaded_bytes for option in block.options) for block in problem.blocks)
+    leaving += sum(value.bytes for value in problem.values)
+    return _trained_bytes(sizes, updates) + leaving > problem.host_budget_bytes
+
+
+def _trained_bytes(sizes: Mapping[str, int], updates: Mapping[str, UpdateCost]) -> int:
+    """Return the bytes of parameters, and of gradients and states of those that are trained."""
+    return sum(sizes.values()) + sum(sizes[name] + cost.state_bytes for name, cost in updates.items())
 
 
 def files_elsewhere(model: torch.nn.Module, rate: float, host_budget_bytes: int) -> FrozenFiles | None:

@@ -47,7 +47,7 @@ def fitting(plan: Plan | None, request: Request) -> Plan | None:
         )
         return None
     if plan is not None and request.storage is not None:
-        needed = plan.schedule.bytes_in_files + plan.schedule.second_slots_bytes
+        needed = plan.schedule.most_bytes_in_files
         if needed > request.storage.capacity_bytes:
             log.info(
                 "an earlier plan is ignored: it needs %s in files, and there is room for %s now",

@@ -15,6 +15,7 @@ from ..capture.spec import LowPrecision
 from ..errors import InfeasibleBudget, PlanFileError
 from ..lowering.options import BlockClass, stored_options
 from ..lowering.problem import Lowered, Lowering, Trainable
+from ..lowering.state_files import StateFiles
 from ..machines.hardware import Hardware
 from ..machines.links import LinkRates
 from ..optim.updater import UpdateCost, Updater
@@ -30,7 +31,7 @@ from ..solver.fat_steps import in_passes
 from ..solver.problem import Problem
 from ..solver.solve import LeastBudget, least_budget
 from ..split import side_of
-from .files import states_need_files
+from .files import states_need_files, values_need_files
 from .fingerprint import fingerprint_of
 from .low_precision import of_plan
 from .orders import drawn_bytes
@@ -169,25 +170,33 @@ def lower(
     }  # fmt: skip
     blocks, files = traced.blocks, request.files
     sizes = {name: param.nbytes for name, param in params.items()}
-    storage = request.storage if states_need_files(sizes, updates, request.host_budget_bytes) else None
-    lowering = Lowering(
-        captured, traced.chain, blocks, classes, prelude, traced.incoming, trainable, files, storage, traced.low
-    )
-    lowered = lowering.problem(
-        rates,
-        shared_cores=request.device == "emulated",
-        device_budget_bytes=request.budget_bytes - fixed,
-        host_budget_bytes=request.host_budget_bytes,
-        update="planned" if subject.updater is not None else "external",
-        user_bytes=request.user_bytes or 0,
-        turn_around_steps=request.config.turn_around_steps,
-        gate=request.gate,
-        together=request.per_step > 1 and not request.adds_up,
-        micro_batches=request.per_update if request.adds_up else 1,
-        speculates=request.speculates,
-        gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if looks else 0.0,
-    )
-    return replace(lowered, problem=_together(lowered.problem, traced, request)), fixed
+
+    def lowered_with(storage: StateFiles | None) -> Lowered:
+        lowering = Lowering(
+            captured, traced.chain, blocks, classes, prelude, traced.incoming, trainable, files, storage, traced.low
+        )
+        lowered = lowering.problem(
+            rates,
+            shared_cores=request.device == "emulated",
+            device_budget_bytes=request.budget_bytes - fixed,
+            host_budget_bytes=request.host_budget_bytes,
+            update="planned" if subject.updater is not None else "external",
+            user_bytes=request.user_bytes or 0,
+            turn_around_steps=request.config.turn_around_steps,
+            gate=request.gate,
+            together=request.per_step > 1 and not request.adds_up,
+            micro_batches=request.per_update if request.adds_up else 1,
+            speculates=request.speculates,
+            gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if looks else 0.0,
+        )
+        return replace(lowered, problem=_together(lowered.problem, traced, request))
+
+    if states_need_files(sizes, updates, request.host_budget_bytes):
+        return lowered_with(request.storage), fixed
+    lowered = lowered_with(None)
+    if request.storage is not None and values_need_files(lowered.problem, sizes, updates):
+        return lowered_with(request.storage), fixed
+    return lowered, fixed
 
 
 def _together(problem: Problem, traced: Traced, request: Request) -> Problem:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..lowering.state_files import StatePath
 from ..sizes import format_bytes, format_wear
 from ..solver.resources import Path
+from ..solver.schedule import Schedule
 
 _RATED = 600  # times its capacity may a consumer drive be written, by the usual ratings of data sheets
 _USUAL_BYTES = 2 * 10**12
@@ -31,6 +32,17 @@ def stored_words(moved: tuple[int, int], path: Path, step_s: float, what: str = 
         f"{format_bytes(written)} written: {_busy(moved, rates, step_s)} of the step. {_STEPS:,} steps write "
         f"{format_wear(_STEPS * written)}; {RATED_WORDS}"
     )
+
+
+def in_files(schedule: Schedule) -> str:
+    """Name the kinds of what a schedule keeps in files on storage paths."""
+    kinds = {
+        "optimizer states": schedule.states_in_files,
+        "parameters": schedule.trained_homes,
+        "activations": schedule.values_in_files,
+    }
+    *more, last = (words for words, there in kinds.items() if there) if any(kinds.values()) else ("optimizer states",)
+    return f"{', '.join(more)} and {last}" if more else last
 
 
 def path_words(moved: tuple[int, int], paths: Sequence[StatePath], step_s: float) -> list[str]:

@@ -32,7 +32,7 @@ from .about import UNKNOWN, About
 from .accumulation import chosen_words
 from .break_even import BreakEven
 from .diff import Compared, PlanDiff, diff
-from .drives import path_words, stored_words
+from .drives import in_files, path_words, stored_words
 from .orders import OtherOrder, order_words, other_trial
 from .saved import read, to_text
 from .table import BlockRow, plan_table
@@ -240,8 +240,7 @@ class Plan:
     def stored_words(self) -> str:
         """How much is read and written on the storage paths per step, how long that takes, and how it wears drives."""
         (path,) = (tier.path for tier in self.schedule.rates.tiers if tier.for_states)
-        what = "optimizer states and parameters" if self.schedule.trained_homes else "optimizer states"
-        return stored_words(self.stored_bytes, path, self.predicted_step_s, what)
+        return stored_words(self.stored_bytes, path, self.predicted_step_s, in_files(self.schedule))
 
     @property
     def path_words(self) -> list[str]:

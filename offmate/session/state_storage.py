@@ -13,6 +13,7 @@ import torch
 from ..errors import StorageError
 from ..lowering.state_files import StateFiles
 from ..planning.storage import PathFigures, figures_of, proportions, take_parameters, together, turn_s
+from ..plans.drives import in_files
 from ..runtime.devices.device import Device
 from ..runtime.replay.binding import HostState
 from ..runtime.storage.balance import Balance
@@ -106,9 +107,9 @@ class StateStorage:
         """Look whether what a schedule keeps in files has room there. Raises: StorageError if not."""
         if self._files is None or self._engine is None:
             return
-        needed = schedule.bytes_in_files + schedule.second_slots_bytes
+        needed = schedule.most_bytes_in_files
         if needed > self._files.capacity_bytes:
-            what = "optimizer states and parameters" if schedule.parameters_in_files else "optimizer states"
+            what = in_files(schedule)
             if schedule.second_slots_bytes:
                 what += ", and second places for those that are updated before the gate,"
             raise StorageError(
@@ -159,7 +160,7 @@ class StateStorage:
         worst = max(range(len(now)), key=lambda path: now[path].turn_s / self._figures[path].turn_s)
         rate, planned = (format_bytes(int(2 / one.turn_s)) for one in (now[worst], self._figures[worst]))
         return (
-            f"optimizer states now take {slower:.2f} times as long to read and write as the plan counts with: "
+            f"what lies in files now takes {slower:.2f} times as long to read and write as the plan counts with: "
             f"{self._engine.folders[worst]} gives {rate} per second, and {planned} were planned. Steps that wait for "
             "them are slower than predicted. The plan for the next new shape of batch counts with the new rates. So "
             "does offmate.compile if the program is started again and the rates are not named in StoragePath"

@@ -118,7 +118,8 @@ class Homes:
     def fitting(self, item: Item, key: str, like: torch.Tensor) -> torch.Tensor:
         """Return memory for a part of an item, that of the last iteration if it has the same shape.
 
-        Raises: LimitExceeded if the item's tier would hold more than its capacity.
+        Raises: LimitExceeded if the item's tier would hold more than its capacity. StorageError if it is in files whose
+        disk is too full.
         """
         homes, tier = self._of.setdefault(item, {}), self._world.tier_of(item)
         if key not in homes or homes[key].shape != like.shape:
@@ -126,8 +127,14 @@ class Homes:
             if ledger is not None:
                 ledger.freed(old.nbytes if old is not None else 0)
                 ledger.made(like.nbytes)
-            homes[key] = self._world.device.empty_on(tier, like)
+            homes[key] = self._empty(item, key, tier, like)
         return homes[key]
+
+    def _empty(self, item: Item, key: str, tier: str, like: torch.Tensor) -> torch.Tensor:
+        store, path = self._world.host.store, self._world.store_path
+        if store is not None and path is not None and tier == path.tier:
+            return store.empty(f"{item} {key}", like)
+        return self._world.device.empty_on(tier, like)
 
     def clear(self) -> None:
         """Free all of it; no copy may be under way, and none of its values still needed."""

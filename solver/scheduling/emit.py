@@ -310,7 +310,8 @@ def host_bytes(problem: Problem, decisions: Decisions) -> int:
     total += sum(_log_bytes_of(problem, group, tensor, plan) for group, tensor, plan in trained)
     for block, o, stay in zip(problem.blocks, decisions.options, decisions.activations):
         total += block.options[o].offloaded_bytes if stay is None or stay.tier == HOST else 0
-    used = {plan.source for plan in plans.values() if plan.has_copy} | tiers
+    used = {plan.source for plan in plans.values() if plan.has_copy} | tiers | set(decisions.value_tiers.values())
+    used |= {stay.tier for stay in decisions.activations if stay is not None}
     total += sum(tier.buffers_bytes for tier in problem.rates.tiers if tier.name in used)
     stored = [tensor.largest_piece_bytes for _, tensor, plan in trained if plan.states_from is not None]
     total += RING_PIECES * max(stored, default=0)

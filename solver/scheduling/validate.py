@@ -94,6 +94,7 @@ def _check_names(schedule: Schedule) -> None:
             _check_update_from_files(schedule, item, tier)
         else:
             require(item.kind.roams, f"home of {item}", "items of this kind may leave only to the host")
+            _check_tier_of_value(schedule, item, tier)
     resident = schedule.resident
     require(list(resident) == sorted(set(resident)), "resident", "items must ascend without repeats")
     for item in resident:
@@ -120,6 +121,14 @@ def _check_home(schedule: Schedule, item: Item, home: str) -> None:
     else:
         why = "only a frozen parameter may come from a tier other than the host, and from one that holds it"
         require(tier.holds_frozen, f"home of {item}", why)
+
+
+def _check_tier_of_value(schedule: Schedule, item: Item, home: str) -> None:
+    """Check that an activation or interface value leaves to no tier that is for other things."""
+    tier = next((one for one in schedule.rates.tiers if one.name == home), None)
+    if item.kind.by_batch and tier is not None:
+        why = "activations and interface values may leave only to the host or to a tier for them"
+        require(tier.for_values or not tier.for_states, f"home of {item}", why)
 
 
 def _check_update_from_files(schedule: Schedule, item: Item, home: str) -> None:
