@@ -250,7 +250,7 @@ def snake_problem() -> Problem:
     problem = llama(shape, speeds, _SNAKE_GPU_BYTES, _SNAKE_RAM_BYTES, precision=precision, whole_layers=True)
     both = 2 / (1 / _SNAKE_READ + 1 / _SNAKE_WRITE)
     problem = _with_drive(problem, _SNAKE_READ, _SNAKE_WRITE, both, ram_bytes=_SNAKE_RAM_BYTES)
-    tiers = tuple(replace(tier, for_parameters=True) for tier in problem.rates.tiers)
+    tiers = tuple(replace(tier, for_parameters=True, for_values=False) for tier in problem.rates.tiers)
     return replace(problem, rates=replace(problem.rates, tiers=tiers))
 
 

@@ -34,7 +34,7 @@ class Request(InPasses):
     scales: whether losses are scaled, so that an update may be skipped.
     margin_bytes: the part of the budget that is left to the device's allocator.
     files: frozen parameters that may come from files where the host budget is short of room; None if there are none.
-    storage: files that optimizer states may leave to; None if no storage paths were named.
+    storage: files that optimizer states and activations may leave to; None if no storage paths were named.
     """
 
     budget_bytes: int

@@ -49,7 +49,7 @@ class PathInUse(NamedTuple):
 
 
 class StateStorage:
-    """The store of optimizer states, and of trained parameters if all paths are for both.
+    """The store of optimizer states and activations, and of trained parameters if all paths are for these, too.
 
     State: `_engine` and `_store`, which is `host.store`, from construction until `close`; the folders are locked all
     that time. `_files`, and the figures of the paths that it was made from; `_slower`, in how many iterations in a row
