@@ -87,7 +87,8 @@ class Lowering:
     ----------
     incoming: strides of the gradients that output nodes receive from the user, by the nodes' names.
     trainable: the cost of training, per canonical parameter name. files: of frozen parameters; None without any.
-    storage: files that optimizer states and activations may leave to; None without any. low: parameters that move in a lower precision.
+    storage: files that states and activations may leave to; None without any. low: parameters that move in a lower
+        precision.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class Preparer:
     request: the requirements of plans. plainness: that of the model. watch: watches its Python state. truth, device,
         updater: what variants run on.
     max_grad_norm: for all gradients together; None clips nothing. given: a plan to use. progress: makes a progress bar.
-    files: the frozen parameters that lie in files. storage: the files that optimizer states and activations may leave to.
+    files: the frozen parameters that lie in files. storage: the files that states and activations may leave to.
     """
 
     def __init__(
