@@ -98,9 +98,9 @@ def compile(
         `.grad` as usual.
     device: "cuda", "cuda:1" or "emulated"; None takes a GPU if there is one.
     cpu_budget: bytes of RAM; None or "auto" takes what is available to this process, less a margin.
-    storage: folders that optimizer states may leave to where RAM has no room for them, each on a disk of its own (an
-        NVMe drive, say). `offmate.StoragePath` names one whose rates are known; others are measured now. Needs
-        optimizer=.
+    storage: folders that optimizer states and activations may leave to where RAM has no room for them, each on a disk
+        of its own (an NVMe drive, say). `offmate.StoragePath` names one whose rates are known; others are measured now.
+        Needs optimizer=.
     plan: one that `offmate.plan` or `offmate.load_plan` returned.
     config: settings of planning.
 
@@ -525,7 +525,8 @@ def _storage(storage: Any, planned: bool) -> tuple[StoragePath, ...]:
     paths = storage_paths(storage)
     if paths and not planned:
         raise ArgumentValueError(
-            "storage= keeps optimizer states, so it needs optimizer=; without one, your own code holds them"
+            "storage= keeps optimizer states and activations, and needs optimizer=; without one, your own code holds "
+            "the states"
         )
     return paths
 

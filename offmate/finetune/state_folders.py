@@ -81,12 +81,12 @@ class StateFolders:
         ----------
         keep: how many checkpoints stay.
         """
-        one_set, second_bytes = stored_bytes(plan), plan.schedule.second_slots_bytes
+        one_set, once = stored_bytes(plan), _once_bytes(plan)
         if not one_set:
             return []
         found = []
         for drive in self.drives:
-            needed = drive.sets(keep) * int(one_set * drive.share) + int(second_bytes * drive.share)
+            needed = drive.sets(keep) * int(one_set * drive.share) + int(once * drive.share)
             found.append(
                 f"checkpoints: {drive.folder} needs {format_bytes(needed)} for the {_what(plan)} in use and in {keep} "
                 f"{'checkpoint' if keep == 1 else 'checkpoints'}, and has {format_bytes(drive.free_bytes)} free"
@@ -109,15 +109,21 @@ class StateFolders:
         return list(self._doubts(plan, keep, checkpoints, beside_bytes))
 
     def _doubts(self, plan: Plan, keep: int, checkpoints: Path, beside_bytes: int) -> Iterator[str]:
-        one_set, second_bytes = stored_bytes(plan), plan.schedule.second_slots_bytes
+        one_set, once = stored_bytes(plan), _once_bytes(plan)
         record = Record(checkpoints)
-        for drive in self.drives if one_set else ():
+        for drive in self.drives if one_set or once else ():
             room = int((1 - KEPT_FREE) * drive.free_bytes) + record.kept_bytes(drive.folder)
-            needed = drive.sets(keep) * int(one_set * drive.share) + int(second_bytes * drive.share)
+            needed = drive.sets(keep) * int(one_set * drive.share) + int(once * drive.share)
             shared = _same_disk(drive.folder, checkpoints)
             room += _bytes_in(checkpoints) if shared else 0
             if needed + (beside_bytes if shared else 0) > room:
                 besides = f", which also gets {format_bytes(beside_bytes)} of the output," if shared else ""
+                if not one_set:
+                    yield (
+                        f"activations need {format_bytes(needed)} in {drive.folder}{besides} and there is room for "
+                        f"{format_bytes(room)}; free space there, or name a folder on another drive as well"
+                    )
+                    continue
                 yield (
                     f"optimizer {_what(plan)} need {format_bytes(needed)} in {drive.folder}{besides} for those in use "
                     f"and in {keep} checkpoints, and there is room for {format_bytes(room)}; free space there, keep "
@@ -128,6 +134,11 @@ class StateFolders:
 def stored_bytes(plan: Plan) -> int:
     """Return the bytes that a plan keeps in files."""
     return plan.schedule.bytes_in_files
+
+
+def _once_bytes(plan: Plan) -> int:
+    """Return the bytes in files that no checkpoint keeps: second places, and activations."""
+    return plan.schedule.most_bytes_in_files - plan.schedule.bytes_in_files
 
 
 def stored_weights_bytes(plan: Plan) -> int:

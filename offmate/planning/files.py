@@ -45,7 +45,7 @@ def values_need_files(problem: Problem, sizes: Mapping[str, int], updates: Mappi
     problem: the one without storage paths. sizes, updates: as in `states_need_files`.
     """
     leaving = sum(max(option.offloaded_bytes for option in block.options) for block in problem.blocks)
-    leaving += sum(value.bytes for value in problem.values)
+    leaving += sum(value.bytes for value in problem.values) + problem.arrival_bytes
     return _trained_bytes(sizes, updates) + leaving > problem.host_budget_bytes
 
 

@@ -96,7 +96,7 @@ def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
     if plan.budget_bytes != request.budget_bytes:
         found.append(f"budget {format_bytes(plan.budget_bytes)} in the plan, {format_bytes(request.budget_bytes)} now")
     if any(plan.stored_bytes) and request.storage is None:
-        found.append("plan with optimizer states in files, now without storage=")
+        found.append("plan with states or activations in files, now without storage=")
     sides = {"host": plan.split.device, "device": plan.split.host}
     agrees = updates.agrees(plan.split) if isinstance(updates, Split) else not sides.get(updates)
     if not agrees:

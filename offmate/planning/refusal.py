@@ -79,7 +79,7 @@ def refusal(lowered: Lowered, request: Request, fixed: int, elsewhere: bool = Fa
 
 
 def _drive_words(problem: Problem, request: Request, fixed: int, elsewhere: bool) -> str:
-    """Say that optimizer states may leave to a drive; empty if they may already, or if it would still not fit."""
+    """Say that states and activations may leave to a drive; empty if they may already, or if it would still not fit."""
     if request.storage is not None or problem.update == "external":
         return ""
     drive = usual_drive(None if elsewhere else request.device).tier
@@ -88,7 +88,9 @@ def _drive_words(problem: Problem, request: Request, fixed: int, elsewhere: bool
     least = least_budget(replace(problem, rates=rates), time_limit_s=config.solver_time_limit_s, backend=config.solver)
     if least.resource == "host" or least.bytes + fixed > request.budget_bytes:
         return ""
-    return ". Or name a folder on an NVMe drive (storage=): with optimizer states in files there, it fits"
+    return (
+        ". Or name a folder on an NVMe drive (storage=): with optimizer states and activations in files there, it fits"
+    )
 
 
 def _place(lowered: Lowered, least: LeastBudget) -> str:

@@ -114,7 +114,8 @@ def stated_to_fit(subject: Subject) -> tuple[Measured, Lowered, int, LeastBudget
     """State the subject as a problem, with the least budget that works.
 
     Copies between storage paths and the device pass buffers in RAM. Where there is no room for these, the problem is
-    the one without storage paths, if that fits or needs less.
+    the one without storage paths, if that fits or needs less. So it is where these would serve activations alone, if it
+    fits.
     """
     config = subject.request.config
 
@@ -125,11 +126,15 @@ def stated_to_fit(subject: Subject) -> tuple[Measured, Lowered, int, LeastBudget
     measured, lowered, fixed = state(subject)
     subject.say("finding the least budget", 0.0)
     least = least_of(lowered)
-    if fits(least, lowered.problem) or subject.request.storage is None:
+    storage, host_bytes = subject.request.storage, subject.request.host_budget_bytes
+    sizes = {name: param.nbytes for name, param in subject.model.named_parameters()}
+    for_states = states_need_files(sizes, measured.updates, host_bytes)
+    if storage is None or (fits(least, lowered.problem) and (for_states or not lowered.problem.value_tiers)):
         return measured, lowered, fixed, least
     _, plain, _ = state(replace(subject, request=replace(subject.request, storage=None)))
     other = least_of(plain)
-    if (other.resource == "host", other.bytes) < (least.resource == "host", least.bytes):
+    needs_less = (other.resource == "host", other.bytes) < (least.resource == "host", least.bytes)
+    if needs_less or (fits(other, plain.problem) and not for_states):
         return measured, plain, fixed, other
     return measured, lowered, fixed, least
 

@@ -13,6 +13,7 @@ from ..plans.break_even import BreakEven, alone, break_even
 from ..reports.units import format_seconds
 from .clipping import Clipping
 from .preparer import Preparer
+from .state_storage import TooFull
 from .variants import Call, Variant
 
 log = logging.getLogger("offmate")
@@ -68,14 +69,14 @@ class Choice:
         )  # fmt: skip
 
     def waits_again(self, variant: Variant, error: StorageError) -> bool:
-        """Let updates wait for the gate again if the plan whose updates do not has no room in files; say so.
+        """Let updates wait for the gate again if the plan whose updates do not cannot begin, for want of space; say so.
 
         Returns: whether they do wait now, so that the call can go on with another variant.
         """
         if self.clipping is None or not variant.kind.early:
             return False
         self.clipping.wait()
-        log.warning("updates wait for the gate again, since there is no room for earlier ones: %s", error)
+        log.warning("updates wait for the gate again, since the plan with earlier ones cannot begin: %s", error)
         return True
 
     def _next(self, figures: BreakEven) -> str:
@@ -104,7 +105,7 @@ class Choice:
             early, _ = self._preparer.variant_for(model, replace(call, early=True), make_room)
             variants.append(early)
             figures = break_even(usual, early.prepared.plan.schedule)
-        except (InfeasibleBudget, StorageError) as error:
+        except (InfeasibleBudget, TooFull) as error:
             log.info("no plan updates before the gate: %s", error)
             figures = alone(usual)
         for variant in variants:

@@ -34,9 +34,10 @@ _FREES = 2  # iterations before which memory is given back: what held the parame
 class Residence:
     """A compiled model's tensors on the device, and their way back to the host.
 
-    State: `active`, the variant whose tensors are on the device; `_replays`, iterations since the device's memory was
-    laid out; `lock`, held by the thread that runs a method; `stream`, on which the device computes; and what `turns`,
-    `truth`, `preparer` and `pace` hold.
+    State: `active`, the variant whose tensors are on the device; `_stores`, the last one that trained, whose
+    activations may have space in files; `_replays`, iterations since the device's memory was laid out; `lock`, held
+    by the thread that runs a method; `stream`, on which the device computes; and what `turns`, `truth`, `preparer`
+    and `pace` hold.
     Changed by one thread at a time.
 
     Parameters
@@ -50,6 +51,7 @@ class Residence:
         self.device, self.updater, self.turns, self.truth = device, updater, turns, truth
         self.preparer, self.pace = preparer, pace
         self.active: Variant | None = None
+        self._stores: Variant | None = None
         self._replays = 0
         self.process, self.lock = Process(), threading.RLock()
         self.stream = ComputingStream(device.torch_device)
@@ -97,6 +99,9 @@ class Residence:
     def _settle(self, variant: Variant) -> None:
         """Move parameters and states to RAM and to files, as a plan has them."""
         try:
+            if self._stores is not None and self._stores is not variant:
+                self._stores.executor.release_files()
+            self._stores = variant
             settle(variant.prepared.plan.schedule, self.truth, self.device)
             self.preparer.pin_what_stays()
             if variant.executor.settle_states():

@@ -30,12 +30,16 @@ _MOVED = 0.1  # part by which the paths' seconds differ from the planned ones be
 _ITERATIONS = 3  # in a row
 
 
+class TooFull(StorageError):
+    """A plan keeps more in files than there is room for."""
+
+
 class PathInUse(NamedTuple):
     """A storage path at work: `model.offmate.storage` has one for each.
 
     Parameters
     ----------
-    folder: where the files are. stored_bytes: reserved for states that lie there, or move there when they are written
+    folder: where the files are. stored_bytes: reserved for what lies there, or move there when they are written
         next, whether or not anything has been written yet, and for the second places of those that are updated early.
     read_bytes_per_s, write_bytes_per_s, both_bytes_per_s: of reads alone, writes alone, and both together. They are
         means over the last iterations in which newer ones count more, or what was known before training.
@@ -104,7 +108,7 @@ class StateStorage:
         return tuple(PathInUse(folder, stored_bytes, *figures.rates) for folder, stored_bytes, figures in found)
 
     def check_room(self, schedule: Schedule) -> None:
-        """Look whether what a schedule keeps in files has room there. Raises: StorageError if not."""
+        """Look whether what a schedule keeps in files has room there. Raises: TooFull if not."""
         if self._files is None or self._engine is None:
             return
         needed = schedule.most_bytes_in_files
@@ -112,7 +116,7 @@ class StateStorage:
             what = in_files(schedule)
             if schedule.second_slots_bytes:
                 what += ", and second places for those that are updated before the gate,"
-            raise StorageError(
+            raise TooFull(
                 f"{what} need {format_bytes(needed)} in {' and '.join(map(str, self._engine.folders))}, and "
                 f"there is room for {format_bytes(self._files.capacity_bytes)}; free space there, or name another disk "
                 "as well"

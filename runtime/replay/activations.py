@@ -17,9 +17,9 @@ class _Away:
     def __init__(self, world: World) -> None:
         self._world, self._contents, self._homes = world, world.contents, Homes(world)
 
-    def release_host(self) -> None:
-        """Free the memory that they leave to; no copy may be under way, and none of its values still needed."""
-        self._homes.clear()
+    def release_host(self, *, files: bool = False) -> None:
+        """Free the memory that they leave to, in files only if asked; no copy may be under way, nor a value needed."""
+        self._homes.clear(files=files)
 
     def _bring(self, item: Item) -> Buffer:
         buffer = bring(self._world, item, self._homes.of(item))

@@ -126,20 +126,26 @@ class Homes:
             ledger, old = self._world.tiers.get(tier), homes.pop(key, None)
             if ledger is not None:
                 ledger.freed(old.nbytes if old is not None else 0)
+            del old  # its memory is given back before more is taken
+            made = self._empty(item, key, tier, like)
+            if ledger is not None:
                 ledger.made(like.nbytes)
-            homes[key] = self._empty(item, key, tier, like)
+            homes[key] = made
         return homes[key]
 
     def _empty(self, item: Item, key: str, tier: str, like: torch.Tensor) -> torch.Tensor:
-        store, path = self._world.host.store, self._world.store_path
-        if store is not None and path is not None and tier == path.tier:
+        store = self._world.host.store
+        if store is not None and self._in_files(tier):
             return store.empty(f"{item} {key}", like)
         return self._world.device.empty_on(tier, like)
 
-    def clear(self) -> None:
-        """Free all of it; no copy may be under way, and none of its values still needed."""
-        for item, homes in self._of.items():
-            ledger = self._world.tiers.get(self._world.tier_of(item))
+    def _in_files(self, tier: str) -> bool:
+        path = self._world.store_path
+        return path is not None and tier == path.tier
+
+    def clear(self, *, files: bool = False) -> None:
+        """Free the memory, in files only if asked; no copy may be under way, and none of its values still needed."""
+        for item in [one for one in self._of if files or not self._in_files(self._world.tier_of(one))]:
+            ledger, homes = self._world.tiers.get(self._world.tier_of(item)), self._of.pop(item)
             if ledger is not None:
                 ledger.freed(sum(home.nbytes for home in homes.values()))
-        self._of.clear()

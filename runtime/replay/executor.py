@@ -280,6 +280,10 @@ class Executor:
         self._gradients.release_host()
         self._empty()
 
+    def release_files(self) -> None:
+        """Give back the space in files of activations, after `unload`; the next iteration takes it again."""
+        self._by_kind.release_files()
+
     def park(self, given: Iterable[torch.Tensor]) -> Parked:
         """Clear the device for other work between a forward and its backward, until `unpark`.
 

@@ -246,7 +246,15 @@ class Handlers:
         }
 
     def release_host(self) -> None:
-        """Free the memory that items leave to; no copy of it may be under way, and no value still needed."""
+        """Free the memory that items leave to; no copy of it may be under way, and no value still needed.
+
+        What lies in files keeps its space there, so that the next iteration has it.
+        """
         self._values.release_host()
         self._offloaded.release_host()
         self.states.release_tiers()
+
+    def release_files(self) -> None:
+        """Give back the space in files of what passes through them in an iteration; none may be under way."""
+        self._values.release_host(files=True)
+        self._offloaded.release_host(files=True)

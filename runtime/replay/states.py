@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import torch
@@ -101,7 +102,7 @@ class States:
         ----------
         forms: by parameter and part of its state, a tensor with the part's shape, strides and dtype.
 
-        Raises: StorageError if there is too little space.
+        Raises: StorageError if there is too little space; states that are there have no more of it than before then.
         """
         store = self._host.store
         if store is None:
@@ -109,10 +110,12 @@ class States:
         parts = [(name, key, like) for name, form in forms.items() for key, like in form.items()]
         twice = {_stored_name(name, key) for name, key, _ in parts if name in self._twice}
         store.reserve({_stored_name(name, key): (like, self._starts(name, like)) for name, key, like in parts}, twice)
-        for name in self._twice:
-            for value in self._host.states.get(name, {}).values():
+        states = [value for name in self._twice for value in self._host.states.get(name, {}).values()]
+        with contextlib.ExitStack() as given_back:
+            for value in states:
                 if isinstance(value, torch.Tensor):
-                    store.reserve_twice(value)
+                    given_back.callback(store.reserve_twice(value))
+            given_back.pop_all()
 
     def fill(self, home: torch.Tensor, values: torch.Tensor) -> None:
         """Copy values to host memory, now."""

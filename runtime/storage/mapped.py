@@ -200,14 +200,14 @@ class MappedStore:
         for stretch in self._stretches.all():
             stretch.stored.places.make_room()
 
-    def reserve_twice(self, tensor: torch.Tensor) -> None:
+    def reserve_twice(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Reserve a second place for a tensor's bytes, so that a write can leave those that are there.
 
+        Returns: what gives it back, as long as nothing was written after this call.
         Raises: StorageError if a path has too little space.
         """
         place = self._place(tensor)
-        if place is not None:
-            place.stored.places.reserve_twice()
+        return place.stored.places.reserve_twice() if place is not None else _nothing
 
     def _place(self, tensor: torch.Tensor) -> _Place | None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
@@ -216,6 +216,10 @@ class MappedStore:
         end = first + span(tensor.shape, tensor.stride()) * tensor.element_size()
         stretch = self._stretches.at(first, end)
         return None if stretch is None else _Place(stretch.stored, first - stretch.first, end - stretch.first)
+
+
+def _nothing() -> None:
+    """Give nothing back."""
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

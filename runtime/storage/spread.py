@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .homes import Home
@@ -103,18 +103,32 @@ class Spread:
                 self._reserve([chunk], key[1], self._second)
         return self.writable(self._second[key])
 
-    def reserve_twice(self) -> None:
-        """Reserve a second place for each chunk on its path. Raises: StorageError if a path has too little space."""
+    def reserve_twice(self) -> Callable[[], None]:
+        """Reserve a second place for each chunk on its path.
+
+        Returns: what gives them back, as long as nothing was written after this call.
+        Raises: StorageError if a path has too little space.
+        """
         with self._lock:
             known, before, self._twice = dict(self._second), self._twice, True
             files = set(self._origin)
+
+            def take_back() -> None:
+                self._second, self._twice = known, before
+                self._take_back(files)
+
             try:
                 for path in range(len(self._homes)):
                     self._reserve(self._lacking(self.paths, path, self._second), path, self._second)
             except BaseException:
-                self._second, self._twice = known, before
-                self._take_back(files)
+                take_back()
                 raise
+
+        def give_back() -> None:
+            with self._lock:
+                take_back()
+
+        return give_back
 
     def hold(self, file: StoredFile) -> None:
         """Let a file stay although no chunk may lie in it, until `let_go`."""

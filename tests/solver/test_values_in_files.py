@@ -86,7 +86,8 @@ def test_a_tier_for_states_alone_takes_none():
 @pytest.mark.parametrize("micro", MICRO)
 def test_where_ram_has_room_schedules_are_those_without_it(micro):
     problem = replace(long_sequences(micro), host_budget_bytes=1 << 30)
-    assert to_dict(plan(problem).schedule)["forward"] == to_dict(plan(problem.with_values_in_ram).schedule)["forward"]
+    found, other = plan(problem).schedule, plan(problem.with_values_in_ram).schedule
+    assert found is not None and other is not None and found.actions == other.actions
 
 
 @pytest.mark.parametrize("micro", MICRO)
@@ -101,11 +102,12 @@ def test_no_slower_for_having_it(micro):
 
 
 def test_what_the_drive_has_no_room_for_stays():
+    """With more RAM, half of the drive is enough."""
     problem, found = planned(1)
     (used,) = (used for tier, used in found.tiers if tier.name == FILES)
-    smaller = replace(problem, host_budget_bytes=problem.host_budget_bytes * 2).with_capacities({FILES: used // 2})
+    smaller = replace(problem, host_budget_bytes=problem.host_budget_bytes + used).with_capacities({FILES: used // 2})
     schedule = plan(smaller).schedule
-    assert schedule is None or sum(schedule.item_bytes[item] for item in schedule.homes) <= used // 2
+    assert schedule is not None and sum(schedule.item_bytes[item] for item in schedule.homes) <= used // 2
 
 
 def test_files_of_problems_keep_it(tmp_path):

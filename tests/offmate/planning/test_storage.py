@@ -132,7 +132,9 @@ def test_a_plan_that_stores_nothing_names_no_drive(listed, tmp_path):
 
 
 def test_a_refusal_names_storage_where_it_would_help(listed):
-    words = r"Or name a folder on an NVMe drive \(storage=\): with optimizer states in files there, it fits"
+    words = (
+        r"Or name a folder on an NVMe drive \(storage=\): with optimizer states and activations in files there, it fits"
+    )
     with pytest.raises(InfeasibleBudget, match=words):
         planned(None, listed)
     with pytest.raises(InfeasibleBudget) as error:
@@ -189,7 +191,7 @@ def test_a_given_plan_for_other_rates_is_said_to_be(tmp_path, caplog):
     assert "the seconds of the given plan do not hold" in caplog.text
     model, optimizer = made()
     offmate.compile(model, GPU_BUDGET, plan=plan, **settings | {"optimizer": optimizer})
-    with pytest.raises(offmate.PlanFileError, match=r"storage=.*plan with optimizer states in files, now without"):
+    with pytest.raises(offmate.PlanFileError, match=r"storage=.*plan with states or activations in files, now without"):
         model(batch(0))
 
 

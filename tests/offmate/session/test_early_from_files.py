@@ -506,6 +506,8 @@ def test_a_drive_that_has_filled_up_lets_updates_wait(
         if number == 3:
             faulty.faults["fallocate"] = _after(skip, refused(errno.ENOSPC))
         if number == 7:
+            storage = pair.model._offmate_session.storage
+            assert not any(storage._engine.second_bytes_by_path), "they would leave no space for anything else"
             faulty.faults.clear()
         pair.step(number, micro=micro)
         early.append(pair.model._offmate_session.training.kind.early)
@@ -539,4 +541,27 @@ def test_without_room_for_second_places_updates_wait_from_the_first_step_on(slow
 
 
 def _refuse() -> None:
-    raise offmate.StorageError("full")
+    raise state_storage.TooFull("full")
+
+
+@pytest.mark.parametrize("skip", range(0, 12, 3))
+def test_a_disk_that_fails_before_a_switch_is_no_want_of_space(slow, skip, chosen, monkeypatch):
+    """The error comes out, and no step follows that would train on what a failed update has left."""
+    faulty = Faulty()
+    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
+    monkeypatch.setattr(state_storage, "Engine", engine)
+    pair = Pair(slow, clip=INF, config=AUTO)
+    session = pair.model._offmate_session
+    number = 0
+    while not session.choice.clipping or session.choice.clipping._account_s < 0.75:
+        pair.step(number)
+        number += 1
+    pair.model(x=batch(number))["loss"].backward()
+    faulty.faults["preadv"] = once(_fail, skip)
+    with pytest.raises(offmate.OffmateError):
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.model(x=batch(number + 1))["loss"].backward()
+        assert not session.truth.torn
+        pair.model.offmate.sync()
+        pair.model(x=batch(number + 2))
