@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import offmate
 from offmate import cli
@@ -19,6 +20,7 @@ from offmate.finetune.settings import continued, make_settings
 from offmate.session.linked_states import load_linked
 from offmate.sizes import parse_bytes
 
+from ...fuzz.figures import from_hardware_file
 from ...warm import run
 from .finetune_kit import (
     arguments,
@@ -79,7 +81,7 @@ def test_equals_plain_pytorch_and_weights_are_not_read_into_ram(base, drive, tmp
     state, expected, _ = plain_run(output, tmp_path)
     assert losses(said) == expected
     assert same(weights(output), state)
-    assert "of optimizer states and parameters are read" in lines(said)["storage"]
+    assert re.search(r" of [a-z ,]*parameters[a-z ]* are read", lines(said)["storage"])
     assert names(drive) == ["mine.txt", "offmate-checkpoints"]
 
 
@@ -99,9 +101,11 @@ def test_weights_in_another_dtype_are_written_to_a_folder_first(base, drive, tmp
 def test_checkpoints_link_weights_and_a_killed_run_resumes_bit_for_bit(base, drive, tmp_path):
     broken, log = tmp_path / "broken", tmp_path / "said"
     assert run(log, killed, 3, usual(base, broken, drive)) == -signal.SIGKILL, log.read_text()
-    linked = load_linked(broken / "checkpoints" / "step-00000002" / "states.json")
-    assert any(isinstance(one.parameter, str) for one in linked.tensors)
-    assert not (broken / "checkpoints" / "step-00000002" / "model.safetensors").exists()
+    checkpoint = broken / "checkpoints" / "step-00000002"
+    linked = load_linked(checkpoint / "states.json")
+    in_files = {one.parameter for one in linked.tensors if isinstance(one.parameter, str)}
+    copied = load_file(checkpoint / "model.safetensors") if (checkpoint / "model.safetensors").exists() else {}
+    assert in_files and not in_files & copied.keys()  # which ones hangs on measured seconds
     rest = finetune(usual(base, broken, drive, resume=True))
     state, expected, _ = plain_run(broken, tmp_path)
     assert losses(rest) == expected[2:]
@@ -153,18 +157,19 @@ def test_with_states_alone_in_files_it_does_not_fit(base, drive, tmp_path, capsy
 
 def test_the_forecast_is_what_a_plan_of_the_loaded_model_is(base, drive, tmp_path):
     """Bytes on the drive, in RAM, and what checkpoints need are those of the plan that the run then follows."""
-    dry = finetune(usual(base, tmp_path / "dry", drive, dry_run=True))
+    with from_hardware_file():
+        dry = finetune(usual(base, tmp_path / "dry", drive, dry_run=True))
     (needs,) = (event for event in dry if event["event"] == "needs")
     said = r"weights: RAM is short, so 1\d\d KiB of parameters are mapped"
     assert any(re.match(said, line) for line in needs["lines"])
     assert needs["doubts"] == []
     output = tmp_path / "out"
-    finetune(usual(base, output, drive))
+    with from_hardware_file():
+        finetune(usual(base, output, drive))
     plan = offmate.load_plan(output / "checkpoints" / "step-00000002" / "plan.json")
     assert plan.schedule.trained_homes and plan.host_bytes <= 100 << 10
     before = lines(dry)
-    # Which parameters lie there hangs on measured seconds, too.
-    (read,) = re.findall(r"storage: (\S+ \SiB) of optimizer states and parameters are read", before["storage"])
+    (read,) = re.findall(r"storage: (\S+ \SiB) of [a-z ,]*parameters[a-z ]* are read", before["storage"])
     assert parse_bytes(read) == pytest.approx(plan.stored_bytes[0], rel=0.1)
     (needed,) = re.findall(r"needs (\S+ \SiB) for the states and parameters in use and in 2", before["checkpoints"])
     assert parse_bytes(needed) == pytest.approx(3 * plan.schedule.bytes_in_files, rel=0.1)
