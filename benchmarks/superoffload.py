@@ -47,11 +47,12 @@ from offmate.solver.instances.casting import (
 from offmate.solver.instances.synthetic import Shape, Speeds, llama
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, Rates, Side, update_steps
-from offmate.solver.refinements import LADDER, Settle
+from offmate.solver.refinements import Settle
 
 from offmate.machines.hardware import Hardware, load
 
 from .desktop import MASTERS, gated
+from .ladders import from_loss
 from .low_copies import GRADIENTS
 from .overhead import machine
 from .tables import show
@@ -61,8 +62,7 @@ BATCH, SEQUENCE, VOCAB = 8, 512, 50304
 LAYERS = {"5B": (44, 3072), "25B": (30, 8192)}  # layers and width
 _MEASURED_SHARE = 0.55  # of the fp32 rate, that updates with casts within chunks reached
 _OPERATIONS = 6  # per parameter and token
-# The roads differ by less than the loss for which offmate looks for other whole tensors.
-_LADDER = tuple(replace(one, worth=0.002) if isinstance(one, Settle) else one for one in LADDER)
+_LADDER = from_loss(0.002, Settle)
 _TERA = 1e12
 _ADAM_S = {"CPU-Adam": (0.393, 0.769), "GraceAdam": (0.316, 0.608)}  # table 3: 4 and 8 billion parameters
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from offmate.machines.hardware import Hardware, load
 from offmate.machines.links import LinkRates
 from offmate.optim.state_bytes import state_bytes
 from offmate.optim.updater import UpdateCost, Updater
+from offmate.planning import planner
 from offmate.profile import analytic, figures, store
 from offmate.profile import operators as profile
 from offmate.profile.store import Measured
@@ -73,6 +75,10 @@ def _in_rated_seconds(
     return {n: replace(cost, seconds=costs[n].seconds, launch_s=0.0) for n, cost in measured.items()}
 
 
+def _apart(path: Path | None, rests_on: str) -> Path | None:
+    return path and path.with_stem(f"{path.stem}-{rests_on}")
+
+
 @contextlib.contextmanager
 def from_hardware_file(name: str = "emulated", workspaces: bool = False, all_passes: bool = False) -> Iterator[None]:
     """Inside, plans rest on a hardware file's rates instead of on measured times.
@@ -86,11 +92,15 @@ def from_hardware_file(name: str = "emulated", workspaces: bool = False, all_pas
     rates = LinkRates(machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s)
     free_bytes = SystemFiles.free_bytes
     measure = functools.partial(_in_rated_seconds, profile._measure) if workspaces else _measure
+    rests_on = f"{name}-{workspaces}-{all_passes}"
+    profile_path, plan_path = store._path, planner._path
     with (
         one_cpsat(),
         contextlib.nullcontext() if all_passes else solved_once(),
-        # What was measured for the same model elsewhere in this process is neither used nor replaced.
+        # What was measured for the same model elsewhere is neither used nor replaced, and what follows from it neither.
         mock.patch.object(store, "_kept", _kept.setdefault((name, workspaces), {})),
+        mock.patch.object(store, "_path", lambda *args: _apart(profile_path(*args), rests_on)),
+        mock.patch.object(planner, "_path", lambda *args: _apart(plan_path(*args), rests_on)),
         mock.patch.object(profile, "_measure", functools.partial(measure, machine)),
         mock.patch.object(figures, "measure_link", lambda device: rates),
         # What is free on a disk changes all the time, and would make each plan another one.
