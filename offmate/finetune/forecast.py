@@ -40,7 +40,7 @@ from .talk import Talk
 from .tokenizing import Example, examples
 from .updates import UpdateRule
 
-OUTPUTS = ("loss",)  # nothing else is read of a training forward
+_OUTPUTS = ("loss",)  # nothing else is read of a training forward
 
 _GLIMPSE_PIECES = 256
 _GLIMPSE_CHARACTERS = 2**14  # of a long text
@@ -264,7 +264,7 @@ def _forecast(
     named = settings.cpu_budget != AUTO
     short = not named and needs.host_bytes(at.kind, settings) > host
 
-    config = Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP, measure_grad_norm=settings.measures_norm)
+    config = _quick_config(settings)
 
     def planned(host_bytes: int) -> Plan:
         return in_faster_order(lambda own: planned_by(own, host_bytes), config, settings.micro_batches)[0]
@@ -300,6 +300,16 @@ def _forecast(
     return first + new
 
 
+def training_config(settings: Settings) -> Config:
+    """Return how the steps of a run are planned."""
+    return Config(outputs=_OUTPUTS, speculate=settings.speculate, measure_grad_norm=settings.measures_norm)
+
+
+def _quick_config(settings: Settings) -> Config:
+    """Return how they are planned beforehand. With "auto" a run starts with updates that wait, so these are planned."""
+    return replace(training_config(settings), solver_gap=_FORECAST_GAP, speculate=settings.speculate is True)
+
+
 def _budget_bytes(at: Position) -> int:
     given = at.settings.gpu_budget
     budget = default_budget_bytes(at.kind) if given == AUTO else parse_budget(given)
@@ -330,7 +340,7 @@ def chosen(at: Position, most: int, bare: Loaded, machine: str, talk: Talk) -> i
     most: micro-batches that the data have for a step.
     """
     settings = at.settings
-    config = Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP, measure_grad_norm=settings.measures_norm)
+    config = _quick_config(settings)
     try:
         plan = plan_bare(at, bare, machine, _host_budget_bytes(settings), config)
     except InfeasibleBudget:

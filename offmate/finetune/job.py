@@ -32,7 +32,7 @@ from .checkpoint import (
     save_result,
 )
 from .folders import ENTRY_FILES
-from .forecast import OUTPUTS, Loaded, Position, batch_of, glimpse, prepared, saved_plan
+from .forecast import Loaded, Position, batch_of, glimpse, prepared, saved_plan, training_config
 from .hub import check_push, push
 from .lock import Place, place_for
 from .loop import TrainingRun, resuming, train
@@ -180,7 +180,7 @@ def _load(at: Position) -> tuple[Position, Loaded]:
 def _plan(at: Position, loaded: Loaded) -> tuple[Plan, Config]:
     """Return the plan and its configuration; a resumed run updates every parameter where it did before."""
     split = at.moment.split if at.moment is not None else Split()
-    free = Config(outputs=OUTPUTS, speculate=at.settings.speculate, measure_grad_norm=at.settings.measures_norm)
+    free = training_config(at.settings)
     config = replace(free, updates=split) if split != Split() else free
     steps = at.settings.micro_batches
     try:

@@ -236,9 +236,10 @@ def device_line(kind: str) -> str:
 
 def first_lines(settings: Settings, kind: str, needs: Needs) -> list[str]:
     """Write what is known before anything is planned: the model, and what it needs at the least."""
+    host_bytes = needs.host_bytes(kind, settings)  # none where all weights can stay in files
     return [
         model_line(settings, needs),
-        f"needs at least: {format_least_bytes(needs.host_bytes(kind, settings))} of RAM, "
+        f"needs at least: {f'{format_least_bytes(host_bytes)} of RAM, ' if host_bytes else ''}"
         f"{format_least_bytes(needs.largest_bytes)} of GPU memory, "
         f"{format_bytes(needs.disk_bytes(settings))} of disk; at best {needs.tokens_per_s:,.0f} tokens/s",
     ]

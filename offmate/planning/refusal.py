@@ -61,8 +61,8 @@ def refusal(lowered: Lowered, request: Request, fixed: int, elsewhere: bool = Fa
     host_words = ""
     if alone < needed:
         host_words = (
-            f". With more RAM than the {format_bytes(host_budget_bytes)} of cpu_budget, {format_least_bytes(alone)} is "
-            "enough"
+            f". With more RAM than the {format_bytes(host_budget_bytes)} of cpu_budget, {format_least_bytes(alone)} of "
+            "GPU memory is enough"
         )
     return InfeasibleBudget(
         f"a budget of {format_bytes(budget_bytes)} is too small; the least that works is "

@@ -16,7 +16,7 @@ _SIZES = ("kept", "offloaded", "parameters", "stay", "on CPU")
 _LONG_SIZES = ("kept", "offloaded", "parameters", "never leave the GPU", "updated by the CPU")
 _OPTIONS = {
     "keep": "all values stay on the GPU",
-    "offload": "values go to RAM, or to files, and come back",
+    "offload": "values leave the GPU and come back",
     "recompute": "only values that cannot be computed again are kept",
     "mixture": "some values stay, some leave, some are recomputed",
 }

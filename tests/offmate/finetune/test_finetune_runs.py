@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offmate import cli
 from offmate.errors import OffmateError
-from offmate.finetune import checkpoint, folders, loop
+from offmate.finetune import checkpoint, folders, forecast, loop
 from offmate.finetune.settings import read_yaml
 from offmate.optim.updater import Updater
 
@@ -224,6 +224,20 @@ def test_dry_run_says_what_the_run_takes_reads_no_weights_and_leaves_nothing(bas
     assert [example["kind"] for example in shown] == ["text"]
     assert all(example["text"].startswith("⟦") and example["text"].endswith("⟧") for example in shown)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("speculate", [None, True, "auto"])
+def test_a_forecast_is_of_the_updates_that_the_run_starts_with(base, tmp_path, monkeypatch, speculate):
+    """With "auto" they wait until it is seen how many steps clip."""
+    planned, plan = [], forecast.plan_model
+
+    def noted(*args, **kwargs):
+        planned.append(plan(*args, **kwargs))
+        return planned[-1]
+
+    monkeypatch.setattr(forecast, "plan_model", noted)
+    finetune(usual(base, tmp_path / "out", dry_run=True, speculate=speculate, max_grad_norm=0.5))
+    assert planned and all(plan.problem.speculates == (speculate is True) for plan in planned)
 
 
 def test_a_dry_run_prints_every_doubt_and_a_run_is_not_begun(base, tmp_path, capsys, monkeypatch):

@@ -227,9 +227,11 @@ def test_behind_a_gate(path, settings):
     assert_same(pair, plain)
 
 
+@pytest.mark.parametrize("per_pass", [None, 2])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
-def test_block_by_block(path, max_grad_norm):
-    config = offmate.Config(updates="host", accumulation_order="by block")
+def test_block_by_block(path, max_grad_norm, per_pass):
+    """All three micro-batches at once, or in a pass of two and a short one."""
+    config = offmate.Config(updates="host", accumulation_order="by block", micro_batches_per_pass=per_pass)
     gate = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
     pair = from_files(path, accumulation_steps=3, config=config, cpu_budget=2_000_000, **gate)
     plain, data = made(), [{"x": batch(step)} for step in range(9)]
@@ -242,7 +244,7 @@ def test_block_by_block(path, max_grad_norm):
                     torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-    assert pair[0].offmate.plan.schedule.per_step == 3
+    assert pair[0].offmate.plan.schedule.per_step == (per_pass or 3)
     check_from_files(pair[0])
     assert_same(pair, plain)
 
