@@ -61,14 +61,15 @@ class Machine:
         """Submit a job of `seconds` to a resource, to begin after the jobs `waits`."""
         job = Job(resource, self._submitted, seconds, size)
         self._submitted += 1
-        job.waits = [earlier for earlier in waits if not earlier.done]
-        for earlier in job.waits:
-            earlier.followers.append(job)
-        if not job.waits:
+        for earlier in waits:
+            if not earlier.done:
+                job.waits.append(earlier)
+                earlier.followers.append(job)
+        if job.waits:
+            self._waiting_s[resource] += seconds
+        else:
             heappush(self._ready[resource], (job.number, job))
             self._take_up(resource)
-        else:
-            self._waiting_s[resource] += seconds
         return job
 
     def run(self, seconds: float) -> Job:
@@ -117,11 +118,16 @@ class Machine:
             first, passed = running[0], running[0].left_s
             first.left_s = 0.0
         else:
-            speeds = self._speeds.of(tuple(job.resource for job in running))
-            passed, at = min((job.left_s / speed, i) for i, (job, speed) in enumerate(zip(running, speeds)))
-            first = running[at]
+            # Plain loops: this is where plans of large models spend most of their time.
+            speeds = self._speeds.of(tuple([job.resource for job in running]))
+            first, passed = running[0], running[0].left_s / speeds[0]
             for job, speed in zip(running, speeds):
-                job.left_s = max(0.0, job.left_s - passed * speed)
+                takes_s = job.left_s / speed
+                if takes_s < passed:
+                    first, passed = job, takes_s
+            for job, speed in zip(running, speeds):
+                left_s = job.left_s - passed * speed
+                job.left_s = left_s if left_s > 0.0 else 0.0
         self.now += passed
         self._end(first)
 
@@ -129,16 +135,17 @@ class Machine:
         """Mark a job as done, make its followers ready that wait for nothing else, and let idle resources start."""
         job.done, job.end_s = True, self.now
         self._running[job.resource] = None
+        followers, job.followers = job.followers, []
         freed = [job.resource]
-        for follower in job.followers:
+        for follower in followers:
             follower.waits.remove(job)
             if not follower.waits:
                 self._waiting_s[follower.resource] -= follower.left_s
                 heappush(self._ready[follower.resource], (follower.number, follower))
                 freed.append(follower.resource)
-        job.followers = []
         for resource in freed:
-            self._take_up(resource)
+            if self._running[resource] is None and self._ready[resource]:
+                self._take_up(resource)
 
 
 def _cause(job: Job) -> Resource:

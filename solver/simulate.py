@@ -189,13 +189,18 @@ class DryRun:
             self.take(action)
             self.taken.append((began, self.machine.now))
 
-    def waits(self, action: Action) -> list[Job]:
-        """Return the jobs under way that the executor waits for before it carries out an action."""
-        does = effect(action, self.schedule)
-        return self._waits(does) if does.blocks else []
+    def has_to_wait(self, does: Effect) -> bool:
+        """Return whether the executor would wait before it carries out an action that blocks it."""
+        for jobs, items in ((self.arriving, does.awaits_arrival), (self.leaving, does.awaits_departure)):
+            for job in map(jobs.get, items):
+                if job is not None and not job.done:
+                    return True
+        return bool(does.host_reads and self.sources(does))
 
     def _waits(self, does: Effect) -> list[Job]:
-        waits = _undone(self.arriving, does.awaits_arrival) + _undone(self.leaving, does.awaits_departure)
+        waits = _undone(self.arriving, does.awaits_arrival)
+        if does.awaits_departure:
+            waits += _undone(self.leaving, does.awaits_departure)
         return waits + self.sources(does) if does.host_reads else waits
 
     def sources(self, does: Effect) -> list[Job]:
@@ -210,7 +215,9 @@ class DryRun:
             if does.resource is not None:
                 self.jobs.append((action, self.machine.run(does.seconds)))
             return
-        waits = _undone(self.arriving, does.reads) + self.sources(does)
+        waits = _undone(self.arriving, does.reads) if does.reads else []
+        if does.host_reads:
+            waits += self.sources(does)
         if action.kind is Kind.OFFLOAD and action.item.kind is ItemKind.GRADIENT:
             waits += self.buffers.fill(action.item.name)
         place = takes_on_host(action)
@@ -284,9 +291,4 @@ class _Buffers:
 
 def _undone(jobs: dict[Item, Job], items: Iterable[Item]) -> list[Job]:
     """Return the latest jobs of these items that are not done."""
-    found = []
-    for item in items:
-        job = jobs.get(item)
-        if job is not None and not job.done:
-            found.append(job)
-    return found
+    return [job for job in map(jobs.get, items) if job is not None and not job.done]

@@ -171,7 +171,7 @@ class _Walk:
         rise = does.rise_bytes
         self._fill(seconds, 0)
         self._make_room(rise)
-        while any(not job.done for job in self._executor.waits(action)):
+        while self._executor.has_to_wait(does):
             self._machine.advance()
             self._fill(seconds, rise)
         self._at = entry
@@ -244,7 +244,7 @@ class _Walk:
 
     def _gone(self, task: Task) -> bool:
         """Return whether a task is a release that may be taken now without waiting for a copy."""
-        return task.action.kind is Kind.FREE and self._may(task) and not self._executor.waits(task.action)
+        return task.action.kind is Kind.FREE and self._may(task) and not self._executor.has_to_wait(task.does)
 
     def _find_room(self, task: Task, rise: int) -> bool:
         """Release items that have left until another one fits up to its place; return whether it does."""
@@ -274,7 +274,7 @@ class _Walk:
             held = [one for one in held if one.place <= self._here or self._gone(one)]
             if not held:
                 raise _Stuck
-            self._take(min(held, key=lambda one: (bool(self._executor.waits(one.action)), one.rank())))
+            self._take(min(held, key=lambda one: (self._executor.has_to_wait(one.does), one.rank())))
 
     def _take(self, task: Task) -> None:
         if task.done:
