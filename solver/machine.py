@@ -118,7 +118,7 @@ class Machine:
             first, passed = running[0], running[0].left_s
             first.left_s = 0.0
         else:
-            # Plain loops: this is where plans of large models spend most of their time.
+            # Plain loops: a dry run spends much of its time here.
             speeds = self._speeds.of(tuple([job.resource for job in running]))
             first, passed = running[0], running[0].left_s / speeds[0]
             for job, speed in zip(running, speeds):
