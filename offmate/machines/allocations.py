@@ -131,6 +131,7 @@ def profiler_is_taken() -> bool:
 class AllocationLog(_OneAtATime):
     """A log of allocations and frees on the host, in order, by the named stretches in which they happened.
 
+    Frees of memory that was allocated before the log began do not count: they would hide as many bytes of its peak.
     Use as a context manager around the work; name stretches with `stretch`. Raises: ProtocolError if the user profiles.
     """
 
@@ -155,10 +156,12 @@ class AllocationLog(_OneAtATime):
         with _quiet():
             self._profile.__exit__(None, None, None)
         profiler: Any = self._profile.profiler
-        events = profiler.kineto_results.events()
-        self._changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        results = profiler.kineto_results
+        self._changes = list(_of_own_memory(results.experimental_event_tree()))
         self._stretches = sorted(
-            (e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events if e.name().startswith(_MARK)
+            (e.start_ns(), e.start_ns() + e.duration_ns(), e.name())
+            for e in results.events()
+            if e.name().startswith(_MARK)
         )
 
     @staticmethod
@@ -174,10 +177,7 @@ class AllocationLog(_OneAtATime):
         return _peak(nbytes for at, nbytes in self._changes if last is None or at <= last)[0]
 
     def rise_bytes(self, name: str) -> int:
-        """Return the peak of all allocations during a stretch, above their level at its start.
-
-        Frees of memory that was allocated before the log began are not seen.
-        """
+        """Return the peak of all allocations during a stretch, above their level at its start."""
         ((start, end),) = ((start, end) for start, end, own in self._stretches if own == _MARK + name)
         return _peak(nbytes for at, nbytes in self._changes if start <= at <= end)[0]
 
@@ -195,6 +195,29 @@ class AllocationLog(_OneAtATime):
             peak, net = _peak(inside)
             found[name[len(_MARK) :]] = max(0, peak - net)
         return found
+
+
+def _of_own_memory(roots: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """Yield when memory was allocated or freed (ns), and the bytes (frees: below zero), in order.
+
+    The profiler reports a free where it saw the allocation, be it in an earlier log of this process. When that memory
+    goes may hang on Python's garbage collector.
+    """
+    found, open_nodes = [], list(roots)
+    while open_nodes:
+        node = open_nodes.pop()
+        open_nodes += node.children
+        if node.name == "[memory]":
+            found.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr))
+    own = set()
+    for at, nbytes, address in sorted(found):
+        if nbytes > 0:
+            own.add(address)
+        elif address in own:
+            own.remove(address)
+        else:
+            continue
+        yield at, nbytes
 
 
 class DeviceAllocationLog(_OneAtATime):

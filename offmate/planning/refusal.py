@@ -64,18 +64,25 @@ def refusal(lowered: Lowered, request: Request, fixed: int, elsewhere: bool = Fa
             f". With more RAM than the {format_bytes(host_budget_bytes)} of cpu_budget, {format_least_bytes(alone)} of "
             "GPU memory is enough"
         )
+    given, least_words = _beside(budget_bytes, needed)
     return InfeasibleBudget(
-        f"a budget of {format_bytes(budget_bytes)} is too small; the least that works is "
-        f"{format_least_bytes(needed)}{host_words}. The tightest point is {place}. Raise gpu_budget, or make the batch "
-        "or the sequence shorter, or keep fewer outputs (Config(outputs=...))"
-        + (_drive_words(problem, request, fixed, elsewhere) if host_words else "")
-        + sides,
+        f"a budget of {given} is too small; the least that works is {least_words}{host_words}. The tightest point is "
+        f"{place}. Raise gpu_budget, or make the batch or the sequence shorter, or keep fewer outputs "
+        "(Config(outputs=...))" + (_drive_words(problem, request, fixed, elsewhere) if host_words else "") + sides,
         budget_bytes=budget_bytes,
         least_budget_bytes=needed,
         block=least.block,
         step=least.step,
         place=place,
     )
+
+
+def _beside(budget_bytes: int, least_bytes: int) -> tuple[str, str]:
+    """Format a budget and the least one, to the byte where three digits could not tell them apart."""
+    given, least = format_bytes(budget_bytes), format_least_bytes(least_bytes)
+    if (least_bytes - budget_bytes) * 100 > least_bytes:
+        return given, least
+    return f"{given} ({budget_bytes:,} bytes)", f"{least} ({least_bytes:,} bytes)"
 
 
 def _drive_words(problem: Problem, request: Request, fixed: int, elsewhere: bool) -> str:
@@ -113,9 +120,10 @@ def stream_refusal(problem: Problem, request: Request, least_bytes: int) -> Infe
             f"{format_bytes(request.host_budget_bytes)}; raise it to {format_least_bytes(streamed)} or more",
             budget_bytes=request.budget_bytes,
         )
+    given, least_words = _beside(request.budget_bytes, least_bytes)
     return InfeasibleBudget(
-        f"a budget of {format_bytes(request.budget_bytes)} is too small for one block of the forward; the least that "
-        f"works is {format_least_bytes(least_bytes)}. Raise gpu_budget or make the batch smaller",
+        f"a budget of {given} is too small for one block of the forward; the least that works is {least_words}. "
+        "Raise gpu_budget or make the batch smaller",
         budget_bytes=request.budget_bytes,
         least_budget_bytes=least_bytes,
     )
