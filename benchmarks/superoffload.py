@@ -47,12 +47,10 @@ from offmate.solver.instances.casting import (
 from offmate.solver.instances.synthetic import Shape, Speeds, llama
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, Rates, Side, update_steps
-from offmate.solver.refinements import Settle
 
 from offmate.machines.hardware import Hardware, load
 
 from .desktop import MASTERS, gated
-from .ladders import from_loss
 from .low_copies import GRADIENTS
 from .overhead import machine
 from .tables import show
@@ -62,7 +60,6 @@ BATCH, SEQUENCE, VOCAB = 8, 512, 50304
 LAYERS = {"5B": (44, 3072), "25B": (30, 8192)}  # layers and width
 _MEASURED_SHARE = 0.55  # of the fp32 rate, that updates with casts within chunks reached
 _OPERATIONS = 6  # per parameter and token
-_LADDER = from_loss(0.002, Settle)
 _TERA = 1e12
 _ADAM_S = {"CPU-Adam": (0.393, 0.769), "GraceAdam": (0.316, 0.608)}  # table 3: 4 and 8 billion parameters
 
@@ -182,7 +179,7 @@ def placed(problem: Problem, side: Side, gate: bool) -> Problem:
 def predicted(problem: Problem, road: Road, casts: Casts) -> Predicted:
     """Plan a step on a road; if the device casts, the slower of the two problems that bound it."""
     bounds = get_args(Exact) if road.casts_on_device else ("link",)
-    plans = [plan(on_road(problem, road, casts, exact), ladder=_LADDER) for exact in bounds]
+    plans = [plan(on_road(problem, road, casts, exact)) for exact in bounds]
     steps = [planned.simulation.step_s if planned.simulation else inf for planned in plans]
     flows = plans[0].solution.groups.values()
     host_part = sum(flow.cpu_part for flow in flows) / max(1, len(flows))
@@ -216,7 +213,7 @@ def road_rows(name: str, shape: Shape, hardware: Hardware | None = None) -> Iter
     row = {"model": name, "gradient cast": AUTOCAST.gradient, "parameter cast": "each use", "ours": "file"}
     row |= {"link bytes": sum(AUTOCAST.link_bytes), "host ps": 1e12 * casts.host_s(AUTOCAST)}
     for where, side, gate in PLACES:
-        planned = plan(placed(under_autocast(shape, hardware), side, gate), ladder=_LADDER)
+        planned = plan(placed(under_autocast(shape, hardware), side, gate))
         step_s = planned.simulation.step_s if planned.simulation else inf
         row |= {where: step_s, f"{where}: program": planned.solution.objective_s}
     yield row

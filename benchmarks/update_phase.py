@@ -24,17 +24,14 @@ from typing import Any
 from offmate.solver.instances.update_phase import Throughputs, forced, ratio, stride, stride_s, update_phase
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem
-from offmate.solver.refinements import Whole
 from rich.console import Console
 from rich.table import Table
 
-from .ladders import from_loss
 from .overhead import machine
 
 V100 = Throughputs(link=3e9, cpu_update=2e9, cpu_cast=8.7e9, device_update=35e9)  # Deep Optimizer States, section 5
 H100 = Throughputs(link=55e9 / 4, cpu_update=2e9, cpu_cast=62e9 / 4, device_update=25e9)
 SHARES = ((0, 1), (1, 4), (1, 3), (1, 2), (1, 1))  # of the subgroups, updated on the device
-_LADDER = from_loss(0.01, Whole)
 
 
 def main() -> None:
@@ -82,7 +79,7 @@ def _cases() -> Iterator[tuple[str, Throughputs, Problem]]:
 
 
 def _row(name: str, machine: Throughputs, problem: Problem, limit_s: float) -> dict[str, Any]:
-    planned = plan(problem, time_limit_s=limit_s, gap=1e-3, ladder=_LADDER)
+    planned = plan(problem, time_limit_s=limit_s, gap=1e-3)
     assert planned.schedule is not None and planned.simulation is not None, planned.solution.status.value
     computes_s = sum(option.forward_s + option.backward_s for block in problem.blocks for option in block.options)
     return {
@@ -116,7 +113,7 @@ def shares_row(name: str, problem: Problem, limit_s: float = 60.0) -> dict[str, 
 
 def _seconds(problem: Problem, limit_s: float) -> list[float]:
     """Return both seconds; none if there is no plan."""
-    planned = plan(problem, time_limit_s=limit_s, gap=1e-3, ladder=_LADDER)
+    planned = plan(problem, time_limit_s=limit_s, gap=1e-3)
     return [planned.simulation.step_s, planned.solution.objective_s] if planned.simulation else []
 
 

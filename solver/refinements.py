@@ -51,7 +51,7 @@ class Settle:
     rooms: fractions of the device budget that are left free, one after the other, until whole tensors fit.
     """
 
-    worth: float = 0.02
+    worth: float = 0.005
     rooms: tuple[float, ...] = (0.0, 0.02, 0.08)
     name: str = "settle"
 
@@ -84,7 +84,7 @@ class Whole:
         for none.
     """
 
-    worth: float = 0.05
+    worth: float = 0.02
     least_s: float = 1e-3
     room: float = 0.1
     name: str = "whole tensors"
