@@ -37,7 +37,7 @@ def without_allocator() -> Iterator[None]:
         return device
 
     with (
-        mock.patch("offmate.api.fitted", placed),
+        mock.patch("offmate.planning.sizing.fitted", placed),
         mock.patch("offmate.session.preparer.fitted", placed),
         mock.patch("offmate.session.preparer.pockets", lambda *given: ()),
         mock.patch("offmate.session.session.make_device", make_device),

@@ -88,6 +88,7 @@ ROOMS = (
     "offmate.plans",
     "offmate.planning",
     "offmate.session",
+    "offmate.arguments",
     "offmate.api",
     "offmate.casting",
     "offmate",

@@ -100,6 +100,6 @@ def test_other_devices_have_no_such_settings():
 
 def test_compile_looks_at_them(card, monkeypatch):
     card("expandable_segments:True", expandable_segments=True)
-    monkeypatch.setattr("offmate.api.device_kind", lambda device: "cuda:0")
+    monkeypatch.setattr("offmate.arguments.device_kind", lambda device: "cuda:0")
     with pytest.raises(offmate.DeviceError, match="expandable_segments"):
         offmate.compile(torch.nn.Linear(2, 2), "1GiB", device="cuda")
