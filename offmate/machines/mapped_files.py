@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 
 from ..runtime.devices.pinned import flat_bytes
 
-_MAPPINGS = Path("/proc/self/smaps")
+_ADDRESSES, _MAPPINGS = Path("/proc/self/maps"), Path("/proc/self/smaps")  # the latter with what has been written to
 _MAPPING = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(/.*)?$")
 _FIELD = re.compile(rb"(\w+): +(\d+) kB$")
 _OWN_PAGES = (b"Anonymous", b"Swap")  # of a private mapping: the pages that the process has written to
@@ -56,15 +56,14 @@ def mapped_bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, MappedBytes]:
 
     Returns: their bytes in files, by name; without those in memory of their own, those with gaps, and empty ones.
     """
-    mappings = list(_mappings())
-    firsts = [mapping.first for mapping in mappings]
+    flats = {name: flat_bytes(tensor.detach()) for name, tensor in tensors.items() if _is_plain(tensor)}
+    dense = {name: flat for name, flat in flats.items() if flat is not None}
+    # What has been written to takes the system some 50 ms to say, and most models lie in memory of their own.
+    if not dense or not _around(dense, _mappings(_ADDRESSES)):
+        return {}
     found = {}
-    for name, tensor in tensors.items():
-        flat = flat_bytes(tensor.detach()) if _is_plain(tensor) else None
-        at = bisect_right(firsts, flat.data_ptr()) - 1 if flat is not None else -1
-        if flat is None or at < 0 or flat.data_ptr() + flat.numel() > mappings[at].end:
-            continue
-        mapping = mappings[at]
+    for name, mapping in _around(dense, _mappings(_MAPPINGS)).items():
+        flat = dense[name]
         own = MappedBytes(mapping.path, mapping.offset + flat.data_ptr() - mapping.first, flat.numel())
         if mapping.unchanged or _equals_file(flat, own):
             found[name] = own
@@ -83,10 +82,22 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return lies and tensor.device.type == "cpu" and tensor.numel() > 0
 
 
-def _mappings() -> Iterator[_Mapping]:
+def _around(flats: Mapping[str, torch.Tensor], mappings: Iterable[_Mapping]) -> dict[str, _Mapping]:
+    """Return of the tensors that lie whole in one of some mappings which mapping it is."""
+    mappings = list(mappings)
+    firsts = [mapping.first for mapping in mappings]
+    found = {name: bisect_right(firsts, flat.data_ptr()) - 1 for name, flat in flats.items()}
+    return {
+        name: mappings[at]
+        for name, at in found.items()
+        if at >= 0 and flats[name].data_ptr() + flats[name].numel() <= mappings[at].end
+    }
+
+
+def _mappings(listed: Path) -> Iterator[_Mapping]:
     """Yield the mappings of files that still exist, in the order of their addresses; none if the system lists none."""
     try:
-        lines = _MAPPINGS.read_bytes().splitlines()
+        lines = listed.read_bytes().splitlines()
     except OSError:
         return
     match: re.Match[bytes] | None = None
