@@ -29,8 +29,12 @@ _MOST_MICRO_BATCHES = 1_000_000  # per update; beyond, seconds of a step are los
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked for: `names` of the parameters whose updates are planned, and the scaler, if there is one that
-    scales."""
+    """What is asked for, once it is known to work together.
+
+    Parameters
+    ----------
+    names: of the parameters whose updates are planned. scaler: the one that scales losses; None without any.
+    """
 
     request: Request
     names: dict[torch.Tensor, str]
