@@ -30,7 +30,7 @@ def rates() -> Any:
 def llama() -> torch.nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=300, hidden_size=96, intermediate_size=192, num_hidden_layers=5, num_attention_heads=4,
+        vocab_size=300, hidden_size=96, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
         use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()
