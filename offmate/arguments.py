@@ -81,7 +81,7 @@ def what_is_asked(
     if config.backend == "inductor":
         check_inductor(request.device)
     names = planned_names(model, optimizer, config)
-    _check_unscaling(scaler, names, request.device)
+    check_unscaling(scaler, names, request.device)
     return Asked(request, names, scaler)
 
 
@@ -200,7 +200,7 @@ def _enabled(scaler: torch.amp.GradScaler | None, planned: bool) -> torch.amp.Gr
     return scaler
 
 
-def _check_unscaling(scaler: torch.amp.GradScaler | None, names: dict[torch.Tensor, str], kind: str) -> None:
+def check_unscaling(scaler: torch.amp.GradScaler | None, names: dict[torch.Tensor, str], kind: str) -> None:
     """Raise OffmateError if a card has no kernel for what the scaler does with the gradients of planned parameters."""
     where = accelerator(kind)
     if scaler is None or where is None:

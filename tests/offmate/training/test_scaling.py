@@ -13,7 +13,8 @@ import torch
 from offmate.runtime.replay import unscaling
 
 import offmate
-from offmate import OffmateError, PlanFileError, ProtocolError, api
+from offmate import OffmateError, PlanFileError, ProtocolError
+from offmate.arguments import check_unscaling
 
 from ...accelerator.loops import without_allocator
 from ...fuzz.figures import from_hardware_file
@@ -496,6 +497,6 @@ def test_gradients_that_a_card_cannot_unscale_are_refused():
         OffmateError,
         match=r"gradients of torch\.bfloat16 on cuda:0.* those of first\.weight and 1 more\. Leave grad_scaler",
     ):
-        api._check_unscaling(scaler, params, "cuda:0")
+        check_unscaling(scaler, params, "cuda:0")
     for kind, dtype in (("cuda:0", torch.float16), ("emulated", torch.bfloat16)):
-        api._check_unscaling(scaler, {torch.zeros(2, dtype=dtype): "weight"}, kind)
+        check_unscaling(scaler, {torch.zeros(2, dtype=dtype): "weight"}, kind)
