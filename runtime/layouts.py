@@ -52,10 +52,16 @@ def storage_view(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def on_storage(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that views `flat`'s storage as `like` views its own."""
+def on_storage(flat: torch.Tensor, like: torch.Tensor, start_bytes: int = 0) -> torch.Tensor:
+    """Return the tensor that views `flat`'s storage as `like` views its own.
+
+    Parameters
+    ----------
+    start_bytes: where in `flat`'s storage that of `like` begins, a multiple of its element size.
+    """
     view = torch.empty(0, dtype=like.dtype, device=flat.device)
-    return view.set_(flat.untyped_storage(), like.storage_offset(), like.shape, like.stride())
+    start = start_bytes // like.element_size()
+    return view.set_(flat.untyped_storage(), start + like.storage_offset(), like.shape, like.stride())
 
 
 def meta_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from .arrivals import N_BUFFERS
 from .resources import HOST, Tier
 from .resources import Rates as Rates
 from .rows import Block as Block
@@ -283,7 +284,7 @@ class Problem(InPasses):
     def arrival_bytes(self) -> int:
         """Host bytes of the two buffers, each as large as the largest gradient, in which gradients arrive."""
         largest = max((t.grad_bytes for g in self.groups if g.trainable for t in g.tensors), default=0)
-        return 2 * largest if self.adds_up and not self.sums_on_device else 0
+        return N_BUFFERS * largest if self.adds_up and not self.sums_on_device else 0
 
     def first_update(self, group: Group) -> int:
         """Return the first step in which the host may update a part of a trainable group."""

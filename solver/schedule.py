@@ -186,10 +186,10 @@ class Schedule(InPasses):
     last_per_step: those of the last pass, if they are fewer; 0 if they are as many.
     micro_batches: M, passes per update; more than one needs a gate. Every pass then ends a gradient
         that the device will use with `begin-total`, or with `accumulate` in later passes, and one that the host will
-        use with `offload`, `free` and `accumulate-cpu`. Gradients arrive on the host in two buffers used in turn: a
-        copy waits for the addition of the gradient before the previous one. If passes have several micro-batches, each
-        of their gradients ends with `begin-total` or `accumulate` before the next one is made, whoever will use the
-        total. Between two passes a total may leave and return.
+        use with `offload`, `free` and `accumulate-cpu`. Gradients arrive on the host in two buffers (see arrivals.py):
+        a copy waits for the additions of those whose bytes it takes. If passes have several micro-batches, each of
+        their gradients ends with `begin-total` or `accumulate` before the next one is made, whoever will use the total.
+        Between two passes a total may leave and return.
     """
 
     options: tuple[int, ...]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
+from .arrivals import Arrivals, Place
 from .effects import Effect, effect
 from .items import Item, ItemKind
 from .machine import Job, Machine, Stall
@@ -141,7 +142,7 @@ class DryRun:
         self.leaving: dict[Item, Job] = {}
         self.on_host: dict[Item, Job] = {}
         self.used_up: dict[Item, Job] = {}
-        self.buffers = _Buffers()
+        self.buffers = _Buffers(schedule)
         self._ring: deque[Job] = deque()
         self._updated: Job | None = None
         self.jobs: list[tuple[Action, Job]] = []
@@ -266,27 +267,27 @@ class DryRun:
 
 
 class _Buffers:
-    """The two host buffers in which gradients arrive in turn, until they are added to their totals.
+    """The host buffers in which gradients arrive, until they are added to their totals.
 
-    State: `filled`, the number of gradients sent; `holds`, by tensor, the number of its gradient until its addition is
-    queued; `emptied`, by that number, the addition, until the buffer is used again.
+    State: `_holds`, by tensor, the place of its gradient until its addition is queued; `_emptied`, places and the
+    additions after which they may be used again.
     """
 
-    def __init__(self) -> None:
-        self.filled = 0
-        self.holds: dict[str, int] = {}
-        self.emptied: dict[int, Job] = {}
+    def __init__(self, schedule: Schedule) -> None:
+        sizes = {item.name: size for item, size in schedule.item_bytes.items() if item.kind is ItemKind.GRADIENT}
+        self._sizes, self._arrivals = sizes, Arrivals(max(sizes.values(), default=0))
+        self._holds: dict[str, Place] = {}
+        self._emptied: list[tuple[Place, Job]] = []
 
     def fill(self, tensor: str) -> list[Job]:
-        """Assign a buffer to a tensor's gradient, and return the jobs that its copy has to wait for."""
-        self.holds[tensor] = self.filled
-        emptied = self.emptied.pop(self.filled - 2, None)
-        self.filled += 1
-        return [emptied] if emptied is not None and not emptied.done else []
+        """Give a tensor's gradient its place, and return the jobs that its copy has to wait for."""
+        place = self._holds[tensor] = self._arrivals.place(self._sizes[tensor])
+        self._emptied = [(other, addition) for other, addition in self._emptied if not addition.done]
+        return [addition for other, addition in self._emptied if place.overlaps(other)]
 
     def empty(self, tensor: str, addition: Job) -> None:
         """Note that the addition of a tensor's gradient is queued."""
-        self.emptied[self.holds.pop(tensor)] = addition
+        self._emptied.append((self._holds.pop(tensor), addition))
 
 
 def _undone(jobs: dict[Item, Job], items: Iterable[Item]) -> list[Job]:

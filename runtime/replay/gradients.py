@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...solver import items
+from ...solver.arrivals import N_BUFFERS, Arrivals, Place
 from ...solver.items import ItemKind
 from ...solver.schedule import Kind
 from ..events import Event, UnderWay
@@ -24,22 +25,20 @@ class Gradient(NamedTuple):
     on_host: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class _Arrival:
-    """A host buffer in which later micro-batches' gradients arrive before they are added to their total.
+    """A gradient of a later micro-batch in one of the buffers on the host, until it is added to its total.
 
     Parameters
     ----------
-    memory: flat bytes, enough for any gradient. holds: parameter whose gradient is in it or on its way and not added
-        yet.
-    gradient: that gradient. completes: whether it completes a total that is taken then. added: the event after which
-        the buffer may be written again.
+    name: its parameter. place: its bytes. gradient: a view of them. completes: whether it completes a total that is
+        taken then. added: the event after which the bytes may be written again, once its addition has begun.
     """
 
-    memory: torch.Tensor
-    holds: str | None = None
-    gradient: torch.Tensor | None = None
-    completes: bool = False
+    name: str
+    place: Place
+    gradient: torch.Tensor
+    completes: bool
     added: Event | None = None
 
 
@@ -50,8 +49,9 @@ class Gradients:
     total, on the host or on the device; later ones are added to it once they are complete, as autograd adds to `.grad`.
     If passes have several micro-batches, the device adds all of them. A total may then be on the host between passes.
 
-    State: `_arrivals`, used in turn; `_unbegun`, the totals on the device to which no micro-batch has added yet, since
-    earlier ones ran by plans without that parameter. All other state is in `contents` and `host`.
+    State: `_memories`, the two host buffers, made when first needed, and `_places` in them; `_arrivals`, the gradients
+    there, in order; `_unbegun`, the totals on the device to which no micro-batch has added yet, since earlier ones ran
+    by plans without that parameter. All other state is in `contents` and `host`.
     """
 
     def __init__(self, world: World, norms: Norms) -> None:
@@ -60,6 +60,9 @@ class Gradients:
         self._adder = world.schedule.rates.worker(Kind.ACCUMULATE_CPU.value)
         self._sizes, self._adds_up = world.schedule.item_bytes, world.schedule.adds_up
         self._on_device = world.schedule.sums_on_device
+        largest = max((size for item, size in self._sizes.items() if item.kind is ItemKind.GRADIENT), default=0)
+        self._largest_bytes, self._places = largest, Arrivals(largest)
+        self._memories: tuple[torch.Tensor, ...] = ()
         self._arrivals: list[_Arrival] = []
         self._unbegun: set[str] = set()
 
@@ -124,7 +127,7 @@ class Gradients:
     def accumulate_on_host(self, name: str) -> None:
         """Start the addition of a gradient that was sent to its total on the host; the first one is the total."""
         for arrival in self._arrivals:
-            if arrival.holds == name:
+            if arrival.name == name and arrival.added is None:
                 self._add(arrival)
 
     def restore(self, name: str) -> Buffer:
@@ -199,6 +202,7 @@ class Gradients:
         self._host.grads = {name: grad for name, grad in self._host.grads.items() if name in self._host.totals}
         self._shared.clear()
         self._arrivals.clear()
+        self._memories = ()
         self._unbegun.clear()
 
     def forget(self) -> None:
@@ -232,27 +236,28 @@ class Gradients:
         contents.grad_copied[name] = contents.grad_leaving[name]
 
     def _send_to_arrival(self, name: str, grad: torch.Tensor) -> None:
-        arrival = self._next_arrival()
-        after = (arrival.added,) if arrival.added is not None else ()
-        arrival.holds, arrival.gradient = name, on_storage(arrival.memory, grad)
-        arrival.completes = self._norms.completes(name)
-        self._leaves(name, self._device.copy_out(arrival.gradient, grad, after))
+        place = self._places.place(grad.untyped_storage().nbytes())
+        after = self._free_after(place)
+        gradient = on_storage(self._memory(place.buffer), grad, place.start_bytes)
+        self._arrivals.append(_Arrival(name, place, gradient, self._norms.completes(name)))
+        self._leaves(name, self._device.copy_out(gradient, grad, after))
 
-    def _next_arrival(self) -> _Arrival:
-        """Return the buffer used longest ago; a gradient that it still holds is added first."""
-        if not self._arrivals:
-            most = max(size for item, size in self._sizes.items() if item.kind is ItemKind.GRADIENT)
-            like = torch.empty(most, dtype=torch.uint8, device="meta")
-            self._arrivals = [_Arrival(self._device.empty_host_like(like)) for _ in range(2)]
-        arrival = self._arrivals.pop(0)
-        self._arrivals.append(arrival)
-        if arrival.holds is not None:
-            self._add(arrival)
-        return arrival
+    def _memory(self, buffer: int) -> torch.Tensor:
+        if not self._memories:
+            like = torch.empty(self._largest_bytes, dtype=torch.uint8, device="meta")
+            self._memories = tuple(self._device.empty_host_like(like) for _ in range(N_BUFFERS))
+        return self._memories[buffer]
 
-    def _add(self, arrival: _Arrival) -> None:
-        contents, name, gradient = self._contents, arrival.holds, arrival.gradient
-        assert name is not None and gradient is not None
+    def _free_after(self, place: Place) -> tuple[Event, ...]:
+        """Return the additions after which a place may be written; those that have not begun begin."""
+        # One that a place takes in part stays in the list: whoever takes the rest has to wait for it, too.
+        self._arrivals = [arrival for arrival in self._arrivals if arrival.added is None or not arrival.added.ready()]
+        earlier = [arrival for arrival in self._arrivals if arrival.place.overlaps(place)]
+        return tuple(arrival.added or self._add(arrival) for arrival in earlier)
+
+    def _add(self, arrival: _Arrival) -> Event:
+        """Begin a gradient's addition to its total; return the event of its end."""
+        contents, name, gradient = self._contents, arrival.name, arrival.gradient
         total = self._host.grads[name]
         before = contents.grad_adding.get(name)
         after = (contents.grad_leaving[name], *((before,) if before is not None else ()))
@@ -262,7 +267,7 @@ class Gradients:
         added = self._device.update_on_host(lambda: _add_to(total, gradient, name, norms), after, self._adder)
         arrival.added = UnderWay(f"the addition of the gradient of {name} on the CPU", (added,))
         contents.grad_adding[name] = arrival.added
-        arrival.holds, arrival.gradient = None, None
+        return arrival.added
 
 
 def _add_to(total: torch.Tensor, gradient: torch.Tensor, name: str, norms: Norms | None) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .. import items
+from ..arrivals import N_BUFFERS
 from ..compute_names import parse
 from ..effects import Effect, effect
 from ..items import Item, ItemKind
 from ..schedule import Action, Kind, Schedule, takes_on_host
-
-_BUFFERS = 2  # number of host buffers in which gradients arrive before they are added up
 
 
 class ScheduleError(ValueError):
@@ -181,7 +180,7 @@ class State:
             early = self.known and item.name not in unused and not self._goes_on(item)
             require(not early, action, "the gradient is not complete, or its update is done")
             if self.walked > 1 and item.kind is ItemKind.GRADIENT:
-                full = len(self.arriving) >= _BUFFERS
+                full = len(self.arriving) >= N_BUFFERS
                 require(not full, action, f"no buffer is free: {', '.join(self.arriving)} wait for their addition")
                 self.arriving.append(item.name)
         self.copies.add(item)

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from offmate.solver import items
 from offmate.solver.effects import resident_at
 from offmate.solver.files import problem_from_dict
 from offmate.solver.files import to_dict as problem_to_dict
@@ -114,6 +115,16 @@ def test_a_gradient_waits_for_the_last_but_one_to_be_added() -> None:
     assert spans(simulate(replace(micro_schedule(3), add_cpu_s={"w": 50.0})))["11 offload g:w"][0] == pytest.approx(
         64.0
     )
+
+
+def test_small_gradients_wait_for_no_addition_where_a_large_one_has_made_room() -> None:
+    slow = micro_schedule(3, add_cpu_s={"w": 50.0})
+    assert spans(simulate(slow))["11 offload g:w"][0] == pytest.approx(64.0)  # the first addition is done then
+    sizes = slow.item_bytes | {items.gradient("u"): 4096}
+    computes = slow.computes | {"B1": replace(slow.computes["B1"], rise_bytes=5000)}
+    beside = replace(slow, item_bytes=sizes, computes=computes, device_budget_bytes=10_000)
+    validate(beside)
+    assert spans(simulate(beside))["11 offload g:w"][0] == pytest.approx(41.25)  # as soon as it is made
 
 
 def test_totals_take_bytes_from_the_second_pass_on() -> None:

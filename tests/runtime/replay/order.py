@@ -345,7 +345,7 @@ def _watch_threads(order: Order, stack: contextlib.ExitStack) -> None:
         (order.wait if waits else order.know)(finished[event][""], "for a worker")
 
     def watched_ready(event: LaneEvent) -> bool:
-        return watched_done(event) and not (order.workers_are_late and here() == HOST)
+        return not (order.workers_are_late and here() == HOST) and watched_done(event)
 
     def watched_done(event: LaneEvent) -> bool:
         happened = done(event)

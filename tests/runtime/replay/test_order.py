@@ -206,7 +206,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wait_that_is_missing_is_seen(sim: ModuleType, cache_dir: str, monkeypatch: Any, fault: Any) -> None:
     name, words = FAULTS[fault]
-    with watched(sim) as order, compiled(CASES[name], cache_dir) as loop:
+    with watched(sim, workers_are_late=True) as order, compiled(CASES[name], cache_dir) as loop:
         fault(monkeypatch)
         train(loop, CASES[name], 0, 3)
         monkeypatch.undo()
