@@ -11,7 +11,8 @@ from ..linear import ONE, Builder, Terms, add, flow
 from ..problem import Problem, ProblemError, Value
 from ..resources import HOST, Path, Resource
 from .account import Account
-from .groups import RoundTrip, leave, mark
+from .columns import RoundTrip, mark
+from .copies import leave
 
 STEPS = 3  # extra steps in which offloaded values may still leave, and in which they may already return
 

@@ -61,7 +61,8 @@ from ..resources import HOST, Path, Resource
 from ..sharing import least_seconds
 from .account import Account
 from .blocks import Choices, Leaving, add_blocks, add_values
-from .groups import GroupColumns, add_group, mark
+from .columns import GroupColumns, mark
+from .groups import add_group
 from .held import held_bytes
 from .streamed import streaming_solution
 

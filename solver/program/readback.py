@@ -10,7 +10,7 @@ from ..linear import Flow, Terms, add, evaluate
 from ..resources import HOST
 from ..solution import ActivationFlow, Gap, GroupFlow, Solution
 from .blocks import Choices
-from .groups import Away, GroupColumns, RoundTrip
+from .columns import Away, GroupColumns, RoundTrip
 from .model import Program
 
 SMALLEST = 1e-7  # fractions below this are rounding errors of the solver

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..linear import ONE, Builder, LinearModel, Terms, add
 from ..problem import Group, Problem, TensorSize
-from ..program.groups import GroupColumns, mark
+from ..program.columns import GroupColumns, mark
 from ..program.model import Program
 from ..program.spans import around
 from ..resources import HOST
