@@ -20,6 +20,7 @@ from .gradients import Gradients
 from .handlers import Handlers
 from .norms import Norms
 from .parking import Parked, park, unpark
+from .rescue import Rescue
 from .speculation import Speculation
 from .states import States
 from .transfers import Transfers
@@ -59,7 +60,8 @@ class Executor:
         self.gate = Gate(world.schedule.gate, clip, world.host, self._gradients, self._norms)
         self._by_kind = Handlers(world, states, self._gradients, unmoved)
         self._transfers = Transfers(world, self._by_kind.of)
-        self._updates = Updates(world, states, self._gradients, self.gate, unmoved)
+        self._rescue = Rescue(world, states, unmoved)
+        self._updates = Updates(world, states, self._gradients, self.gate, self._rescue)
         self._computes = Computes(world, self.gate, self._norms)
         max_norm = clip.max_norm if clip is not None else None
         self._speculation = Speculation(world, self._gradients, self.gate, self._norms, self._updates, max_norm)
@@ -249,7 +251,7 @@ class Executor:
         in_files += [buffer for name, buffer in contents.params.items() if self.host.stores(name)]
         for buffer in in_files:
             buffer.synchronize()
-        self._updates.rescue()
+        self._rescue.everything()
 
     @property
     def newer_buffers(self) -> frozenset[str]:
@@ -258,7 +260,7 @@ class Executor:
 
     def bring_buffers(self) -> None:
         """Copy the model's buffers that are newer on the device to the host."""
-        self._updates.rescue_buffers()
+        self._rescue.buffers()
 
     def renew_parameters(self, names: Iterable[str]) -> None:
         """Copy the host's values of these parameters, the newest after `sync`, to the device again."""
@@ -320,9 +322,9 @@ class Executor:
             self._updates.salvage_begun()
             if self.complete:
                 self._updates.salvage_pending()
-            lost = self._updates.rescue(after_failure=True) | self._updates.unread()
+            lost = self._rescue.everything(after_failure=True) | self._rescue.unread()
         except torch.AcceleratorError:
-            lost = self._updates.give_up_on_device()
+            lost = self._rescue.give_up_on_device()
         lost |= self._updates.lost_from_files()
         self._by_kind.release_host()
         self._gradients.forget()
