@@ -21,9 +21,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from .arrivals import N_BUFFERS
-from .checks import MOST_TURN_AROUND_STEPS as MOST_TURN_AROUND_STEPS
 from .checks import ProblemError as ProblemError
-from .checks import check
+from .checks import check_blocks, check_groups, check_shared, check_values, numbers, require
 from .resources import HOST, Tier
 from .resources import Rates as Rates
 from .rows import Block as Block
@@ -38,6 +37,7 @@ from .rows import Value as Value
 from .rows import log_share as log_share
 from .steps import InPasses, Step, passes_of, steps_of
 
+MOST_TURN_AROUND_STEPS = 10_000
 RING_PIECES = 3  # of states in the host's memory at a time: one is read, one updated, one written
 _SHARES = 6  # parts of the device budget, one for the states of a turn-around step; see `update_steps`
 
@@ -338,6 +338,40 @@ class Problem(InPasses):
     def block_of(self, step: int) -> int | None:
         """Return the block that computes in `step`, or None in a turn-around step."""
         return self.steps[step].block
+
+
+def check(problem: Problem) -> None:
+    """Raise ProblemError, naming the row, if the problem contradicts itself."""
+    n = problem.n_blocks
+    require(n > 0, "a problem needs at least one block")
+    _check_update(problem)
+    check_blocks(problem.blocks)
+    check_groups(problem.groups, n)
+    check_values(problem.values, problem.outputs, n)
+    check_shared(problem.shared, problem.pass_steps + problem.turn_around_steps)
+    for row, why in problem.rates.faults():
+        require(False, f"{row}: {why}")
+    numbers("problem", problem)
+
+
+def _check_update(problem: Problem) -> None:
+    require(problem.turn_around_steps >= 2, f"turn_around_steps is {problem.turn_around_steps}; at least 2 are needed")
+    many = f"turn_around_steps is {problem.turn_around_steps}; at most {MOST_TURN_AROUND_STEPS:,} can be planned"
+    require(problem.turn_around_steps <= MOST_TURN_AROUND_STEPS, many)
+    if problem.gate:
+        require(problem.update == "planned", "a gate needs planned updates, but here the user's own code updates")
+        steps = problem.turn_around_steps
+        require(steps >= 3, f"turn_around_steps is {steps}; a gate needs at least 3")
+    require(problem.gate or not problem.speculates, "speculates, but there is no gate that updates could come before")
+    require(problem.gate or problem.gate_s == 0, f"gate_s is {problem.gate_s}, but there is no gate")
+    count = problem.micro_batches
+    require(count >= 1, f"micro_batches is {count}; at least 1 is needed")
+    require(count == 1 or problem.gate, f"micro_batches is {count}; more than one needs planned updates and a gate")
+    slots = problem.per_step
+    require(slots >= 1, f"per_step is {slots}; at least 1 is needed")
+    last = problem.last_per_step
+    require(0 <= last < slots, f"last_per_step is {last}; it must be less than per_step, {slots}, or 0")
+    require(last == 0 or count > 1, f"last_per_step is {last}, but there is one pass")
 
 
 def update_steps(groups: Iterable[Group], device_budget_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 from pathlib import PurePath
@@ -158,8 +159,11 @@ def test_what_cannot_be_shown_again_is_said(tmp_path):
             earlier.put_back()
         with pytest.raises(offmate.StorageError, match="never written, or writing it failed"):
             read(store, held)
-        good = [row for row in range(4) if row != 1]
-        assert all(torch.equal(read(store, held[row]), values[row]) for row in good)
+        again = []
+        for row in range(4):  # the chunks were written side by side, so that the one refused may be any of them
+            with contextlib.suppress(offmate.StorageError):
+                again.append(torch.equal(read(store, held[row]), values[row]))
+        assert again == [True] * 3
 
 
 def test_no_space_for_second_places_takes_none(tmp_path):
