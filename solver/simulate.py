@@ -225,10 +225,13 @@ class DryRun:
         if place is not None:
             waits += _undone(self.used_up, self.schedule.host_layout.neighbours.get(place, ()))
         assert does.resource is not None
+        if action.kind in (Kind.UPDATE_CPU, Kind.SPECULATE_CPU):
+            self.buffers.end(action.name)
         if does.stages:
             self._update_from_files(action, does, waits)
             return
-        job = self.machine.submit(does.resource, does.seconds, does.moved_bytes, waits)
+        begins = action.kind is Kind.ACCUMULATE_CPU and not self.buffers.has_begun(action.name)
+        job = self.machine.submit(does.resource, 0.0 if begins else does.seconds, does.moved_bytes, waits)
         self.jobs.append((action, job))
         last = job
         if does.beyond is not None:
@@ -269,25 +272,40 @@ class DryRun:
 class _Buffers:
     """The host buffers in which gradients arrive, until they are added to their totals.
 
-    State: `_holds`, by tensor, the place of its gradient until its addition is queued; `_emptied`, places and the
-    additions after which they may be used again.
+    The first gradient after an update is the total: it has memory of its own, and nothing is added.
+
+    State: `_begun`, the tensors that have a total; `_holds`, by tensor, the place of its gradient until its addition is
+    queued; `_emptied`, places and the additions after which they may be used again.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         sizes = {item.name: size for item, size in schedule.item_bytes.items() if item.kind is ItemKind.GRADIENT}
         self._sizes, self._arrivals = sizes, Arrivals(max(sizes.values(), default=0))
+        self._begun: set[str] = set()
         self._holds: dict[str, Place] = {}
         self._emptied: list[tuple[Place, Job]] = []
 
     def fill(self, tensor: str) -> list[Job]:
         """Give a tensor's gradient its place, and return the jobs that its copy has to wait for."""
+        if tensor not in self._begun:
+            return []
         place = self._holds[tensor] = self._arrivals.place(self._sizes[tensor])
         self._emptied = [(other, addition) for other, addition in self._emptied if not addition.done]
         return [addition for other, addition in self._emptied if place.overlaps(other)]
 
     def empty(self, tensor: str, addition: Job) -> None:
-        """Note that the addition of a tensor's gradient is queued."""
-        self._emptied.append((self._holds.pop(tensor), addition))
+        """Note that the addition of a tensor's gradient is queued, or that its total has begun."""
+        if tensor in self._begun:
+            self._emptied.append((self._holds.pop(tensor), addition))
+        self._begun.add(tensor)
+
+    def has_begun(self, tensor: str) -> bool:
+        """Return whether a tensor has a total to which gradients are added."""
+        return tensor in self._begun
+
+    def end(self, tensor: str) -> None:
+        """Note that a tensor's total is used, by an update."""
+        self._begun.discard(tensor)
 
 
 def _undone(jobs: dict[Item, Job], items: Iterable[Item]) -> list[Job]:

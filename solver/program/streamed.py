@@ -139,7 +139,9 @@ def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[fl
     if group.trainable:
         seconds[problem.last_gradient(group)] += group.norm_s
     for step in (*flow.grad_out, *(again for out in flow.lead_out for again in problem.each(out)[:-1])):
-        seconds[step] += rates.copy_s(group.grad_bytes, Resource.OUT, group.grad_copies) + added_s
+        seconds[step] += rates.copy_s(group.grad_bytes, Resource.OUT, group.grad_copies)
+    for step in (*flow.grad_out, *(again for out in flow.lead_out for again in problem.each(out)[1:-1])):
+        seconds[step] += added_s
     for step in flow.cpu_update:
         seconds[step] += group.cpu_update_s
     if group.trainable and not flow.cpu_part:

@@ -14,7 +14,10 @@ from .spans import Span, around, coming_steps, leaving_steps
 def add_sums(
     problem: Problem, group: Group, span: Span, x: Terms, grad_out: Flow, builder: Builder, account: Account
 ) -> Flow:
-    """Add the CPU part's gradients of all passes but the last, and the host's additions, one step after each copy."""
+    """Add the CPU part's gradients of all passes but the last, and the host's additions, one step after each copy.
+
+    The first pass's gradient becomes the total, so that nothing is added then.
+    """
     end = span.points[-1]
     window = around(end, problem.pass_steps + group.grad_steps[0] - 1, problem.n_steps)
     lead_out = flow(builder, f"LeadOut[{group.name}]", window, leaving_steps(problem, window), x)
@@ -24,7 +27,7 @@ def add_sums(
         account.hold_over(gone.span[1:], group.grad_bytes, x)
         account.hold_sums(gone.span[1:], -group.grad_bytes, gone.prior)
     adder = problem.rates.worker("accumulate-cpu")
-    for gone in (*(gone for _, gone in leaving), grad_out):
+    for gone in (*(gone for _, gone in leaving[1:]), grad_out):
         for step, part in gone.each():
             account.spend(adder, (step + 1) % problem.n_steps, group.cpu_add_s, part)
     return lead_out
