@@ -153,22 +153,25 @@ class Expected:
 
     def check(self, arguments: Arguments) -> None:
         """Raise if a call has other arguments."""
+        what = self.differs(arguments)
+        if what is not None:
+            raise ProtocolError(
+                f"the call for micro-batch {self._number} differs from what its batch announced: {what}. With "
+                "model.offmate.batches(), the forwards of several micro-batches run at the first call. So each call's "
+                "arguments must be parts of its batch, or the same in every call. No update was made. Compute inputs "
+                f"in the data loader or its collate_fn, or {self._one_by_one}"
+            )
+
+    def differs(self, arguments: Arguments) -> str | None:
+        """Return what a call has other than this; None if it has the same arguments."""
         leaves, spec = pytree.tree_flatten_with_path(arguments)
-        same = str(spec) == str(self._spec)
-        for (path, leaf), expected, version in zip(leaves, self._leaves, self._versions) if same else ():
+        if str(spec) != str(self._spec):
+            return "the arguments that it names"
+        for (path, leaf), expected, version in zip(leaves, self._leaves, self._versions):
             edited = isinstance(expected, torch.Tensor) and version_of(expected) != version
             if edited or not _equal(leaf, expected):
-                raise self._differs(f"its argument {_words(path)}")
-        if not same:
-            raise self._differs("the arguments that it names")
-
-    def _differs(self, what: str) -> ProtocolError:
-        return ProtocolError(
-            f"the call for micro-batch {self._number} differs from what its batch announced: {what}. With "
-            "model.offmate.batches(), the forwards of several micro-batches run at the first call. So each call's "
-            "arguments must be parts of its batch, or the same in every call. No update was made. Compute inputs in "
-            f"the data loader or its collate_fn, or {self._one_by_one}"
-        )
+                return f"its argument {_words(path)}"
+        return None
 
 
 def parts_of(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

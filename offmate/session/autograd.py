@@ -105,6 +105,10 @@ class Iteration:
         """Release the outputs."""
         self._outputs = {}
 
+    def is_left_out(self) -> None:
+        """Release the outputs, through which no gradient comes."""
+        self._outputs, self._used = {}, {}
+
 
 class _Passed(torch.autograd.Function):
     """The identity of a parameter and its gradient: the extra node gives the gradient a turn in autograd's order."""

@@ -35,6 +35,7 @@ from .contexts import alone, ordinary, outside_inference
 from .edits import check_unchanged
 from .gradients import fed, take_in
 from .host_state import Truth
+from .left_out import leave_out
 from .orders import Orders
 from .pace import Pace
 from .parameters import give_buffer_classes, give_classes
@@ -210,12 +211,18 @@ class Session:
     def _continued(self, call: Call) -> Together | None:
         """Return the update whose micro-batches run together and that goes on with this call.
 
-        If the loop has left its first backward() out, nothing was added up yet, and the forward is dropped as usual.
+        If the loop has left out backward() of the micro-batch before, that one adds nothing. If none has come yet and
+        the call is another one, the forward is dropped as usual.
         """
         under_way = self.orders.under_way
         if under_way is None or self.turns.turn is Turn.STEP:
             return None
-        if call.trains and self.turns.turn is Turn.BACKWARD and not self.turns.micro_batches:
+        if not call.trains or self.turns.turn is not Turn.BACKWARD:
+            return under_way
+        if under_way.expects(call):
+            assert self.updates is not None
+            leave_out(self.residence, self.orders, self.updates.speculates)
+        elif not self.turns.backwards:
             if under_way.ran_ahead:
                 log.warning(
                     "a forward is dropped without backward(). It had run together with those of the other "
@@ -355,13 +362,12 @@ class Session:
             together.keep(gradients, iteration)
             self.turns.backward_done(planned=True)
             return {}
-        if together is not None and (changed := together.changed_output()) is not None:
-            self.residence.give_up()
-            raise ProtocolError(
-                f"the output {changed!r} was changed in place after its backward(). With model.offmate.batches(), "
-                "backwards of several micro-batches run after the last one, and may read it. This update was dropped. "
-                f"Change outputs after optimizer.step(), or {self.turns.one_by_one}"
-            )
+        if together is not None:
+            try:
+                together.check_outputs()
+            except ProtocolError:
+                self.residence.give_up()
+                raise
         iteration.ends()
         handed: dict[str, torch.Tensor] = {}
         with self.residence.whole():

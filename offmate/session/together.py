@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import ProtocolError
+from ..runtime.replay.computes import Incoming
 from .announced import Arguments, Expected
 from .autograd import Iteration
 from .variants import Call, Variant
@@ -21,7 +22,8 @@ class Together:
     """The micro-batches of one update, of which a plan's steps run those of a pass in turn.
 
     State: `number`, the micro-batch whose call or backward() is under way, from 0; of its pass, the outputs that are
-    still to be handed out, and the gradients that were handed in. Changed by one thread at a time.
+    still to be handed out, the gradients that were handed in, None for a micro-batch that is left out, and the forward
+    of the micro-batch before. Changed by one thread at a time.
 
     Parameters
     ----------
@@ -35,21 +37,21 @@ class Together:
         self._tensors = [call.tensors for call in calls]
         self._expected = [Expected(_arguments(call), number, one_by_one) for number, call in enumerate(calls, 1)]
         self._outputs: dict[int, dict[str, torch.Tensor]] = {}
-        self._gradients: list[dict[str, torch.Tensor]] = []
+        self._gradients: list[Incoming] = []
         self._iterations: list[Iteration] = []
+        self._before: Iteration | None = None
         self._drawn: torch.Tensor | None = None  # the generator's state after a pass's forwards, if they draw
 
     def called(self, call: Call) -> Tensors:
         """Note the next call, and return its tensors; raises ProtocolError if it was not foreseen like this."""
-        own = self.variant.kind
-        if call.kind._replace(together=own.together, early=own.early) != own:
+        if not self._is_of_kind(call):
             raise ProtocolError(
                 f"the model or torch's settings (modes, attributes, hooks, autocast) have changed before the call for "
                 f"micro-batch {self.number + 2}, but {self._goes_on}, as they were at the first call. No "
                 f"update was made; zero_grad() drops it. Change them between updates, or {self._one_by_one}"
             )
         self._expected[self.number + 1].check(_arguments(call))
-        edited = [name for iteration in self._iterations[-1:] for name in iteration.edited_buffers()]
+        edited = self._before.edited_buffers() if self._before is not None else []
         if edited:
             self.check_begins_pass(edited[0])
         drew = self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state())
@@ -61,6 +63,15 @@ class Together:
             )
         self.number += 1
         return self._tensors[self.number]
+
+    def _is_of_kind(self, call: Call) -> bool:
+        own = self.variant.kind
+        return call.kind._replace(together=own.together, early=own.early) == own
+
+    def expects(self, call: Call) -> bool:
+        """Return whether this is the next call, as it was foreseen."""
+        following = self._expected[self.number + 1 : self.number + 2]
+        return self._is_of_kind(call) and any(one.differs(_arguments(call)) is None for one in following)
 
     def check_begins_pass(self, buffer: str) -> None:
         """Raise ProtocolError if a buffer was edited whose values the forward of the next call has read already."""
@@ -103,26 +114,43 @@ class Together:
     @property
     def is_last(self) -> bool:
         """Return whether the call or backward() under way is that of the last micro-batch of its pass."""
-        return self.begins_pass or self.number == len(self._tensors) - 1
+        return self.begins_pass or self.ends_update
+
+    @property
+    def ends_update(self) -> bool:
+        """Return whether the call or backward() under way is that of the last micro-batch of the update."""
+        return self.number == len(self._tensors) - 1
 
     def keep(self, gradients: dict[str, torch.Tensor], iteration: Iteration) -> None:
         """Keep the gradients of the outputs of the call under way, of which the caller may use the memory again."""
         self._gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
         self._iterations.append(iteration)
+        self._before = iteration
 
-    def changed_output(self) -> str | None:
-        """Return an output that the user has changed after its own backward(), and that the real one reads."""
-        changed = (name for iteration in self._iterations for name in iteration.changed_outputs())
-        return next(changed, None)
+    def leave_out(self, iteration: Iteration) -> None:
+        """Note that backward() of the call under way does not come, and is not that of its pass's last micro-batch."""
+        self._gradients.append(None)
+        self._before = iteration
 
-    def run(self, gradients: dict[str, torch.Tensor], speculates: bool) -> None:
+    def check_outputs(self) -> None:
+        """Raise ProtocolError if an output was changed after its own backward(), and the real one reads it."""
+        changed = next((name for one in self._iterations for name in one.changed_outputs()), None)
+        if changed is not None:
+            raise ProtocolError(
+                f"the output {changed!r} was changed in place after its backward(). With model.offmate.batches(), "
+                "backwards of several micro-batches run after the last one, and may read it. This update was dropped. "
+                f"Change outputs after optimizer.step(), or {self._one_by_one}"
+            )
+
+    def run(self, gradients: Incoming, speculates: bool) -> None:
         """Run all backwards of the pass; the gradients are those of its last call's outputs.
 
         Parameters
         ----------
-        speculates: whether updates that the schedule places before the gate may begin there.
+        gradients: None if the last call's backward() is left out. speculates: whether updates that the schedule places
+            before the gate may begin there.
         """
-        given, self._gradients, self._iterations = [*self._gradients, gradients], [], []
+        given, self._gradients, self._iterations, self._before = [*self._gradients, gradients], [], [], None
         self.variant.executor.backwards(given, self.number // self._per_pass, speculates)
 
 

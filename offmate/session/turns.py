@@ -23,7 +23,8 @@ class Turns:
     """The training loop as a small state machine: it says whether something may come next, and notes that it has.
 
     State: `turn`; `gate`, whether updates wait for optimizer.step(), and `together`, whether the micro-batches of this
-    update run block by block; the `iteration` that is under way and the `micro_batches` of its update so far;
+    update run block by block; the `iteration` that is under way and the `micro_batches` of its update so far, of which
+    `_left_out` had no backward() and add nothing;
     `_dropped`, forwards that were given up but through which backward() could still be called; `uncleared`, whether
     zero_grad() is due; `_cleared_early`, whether zero_grad() came before step(); `_read_early`, whether the user has
     read values between backward() and step(); `_graded`, parameters that have had a gradient since the last
@@ -41,7 +42,7 @@ class Turns:
         self._per_update, self.gate, self.together = per_update, gate, False
         self.turn = Turn.FORWARD
         self.iteration: Iteration | None = None
-        self.micro_batches = 0
+        self.micro_batches = self._left_out = 0
         self.uncleared = False
         self._dropped: list[Iteration] = []
         self._cleared_early = self._read_early = False
@@ -58,6 +59,11 @@ class Turns:
     def in_update(self) -> bool:
         """Return whether an update has begun with a forward, and waits for backward(), further ones, or its step."""
         return self.turn is not Turn.FORWARD or self.micro_batches > 0
+
+    @property
+    def backwards(self) -> int:
+        """Return how many micro-batches of the update under way have had their backward()."""
+        return self.micro_batches - self._left_out
 
     @property
     def is_together(self) -> bool:
@@ -111,7 +117,7 @@ class Turns:
                 f"a second backward() through the same forward, but the next call must be {self.turn.value}. The plan "
                 "frees what a backward has read, so retain_graph has no effect. Sum the losses and call backward() once"
             )
-        if self.uncleared and not self.micro_batches:
+        if self.uncleared and not self.backwards:
             raise ProtocolError(
                 "the gradients of the last iteration were not cleared, so plain PyTorch would add to them, but the "
                 "planned optimizer has consumed them. Call optimizer.zero_grad() before backward()"
@@ -141,24 +147,25 @@ class Turns:
         ----------
         outside: whether there are gradients that the plan has not made.
         """
-        self.check_all_came()
-        if self._cleared_early and not self.micro_batches and not outside:
+        if self.backwards:
+            self.check_all_came()
+        if self._cleared_early and not self.backwards and not outside:
             raise ProtocolError(
                 "optimizer.step() after zero_grad() cleared the gradients, so there is nothing to update. Skip this "
                 "step(), too"
             )
-        if not self.micro_batches:
+        if not self.backwards:
             raise ProtocolError(f"optimizer.step() without a backward(); the next call must be {self.turn.value}")
 
     def check_all_came(self) -> None:
-        """Raise if backward() was not called for all micro-batches that run together."""
+        """Raise if the model was not called with all micro-batches that run together."""
         if self.is_together:
             raise ProtocolError(
-                f"optimizer.step() after backward() of {self.micro_batches} of the {self._per_update} micro-batches "
-                "that model.offmate.batches() announced. Their backwards run together after the last of several, so "
-                "gradients are not complete yet. Call backward() for each before the step, or zero_grad() to drop this "
-                "update. "
-                f"To leave some out, {self.one_by_one}"
+                f"optimizer.step() after {self.micro_batches} of the {self._per_update} micro-batches that "
+                "model.offmate.batches() announced. Forwards of several run together, and so do their backwards, so "
+                "gradients are not complete yet. Call the model with each batch before the step (a backward() may be "
+                "left out), or zero_grad() to drop this update. For updates of fewer micro-batches, "
+                f"{self.one_by_one}"
             )
 
     def check_loading(self) -> None:
@@ -178,9 +185,10 @@ class Turns:
             )
         if self.turn is Turn.BACKWARD:
             raise ProtocolError(
-                f"a forward before backward() of micro-batch {self.micro_batches + 1} of those that "
-                "model.offmate.batches() announced, and that run together. Call backward() on each loss before the "
-                f"next forward, or zero_grad() to drop this update. To leave some out, {self.one_by_one}"
+                f"a forward without backward() of micro-batch {self.micro_batches + 1}, and not with the batch that "
+                f"follows it in this update of {self._per_update} micro-batches, which run together. Call "
+                "optimizer.step() after the last one, or zero_grad() to drop this update. For forwards with other "
+                f"inputs, {self.one_by_one}"
             )
 
     def cleared_alone(self) -> frozenset[str]:
@@ -225,6 +233,15 @@ class Turns:
         self.iteration.ends()
         self._dropped = [*alive(self._dropped), self.iteration]
         self.turn, self.iteration = Turn.FORWARD, None
+        if not self.backwards:  # nothing was added up, so that another update begins
+            self.micro_batches = self._left_out = 0
+
+    def left_out(self) -> None:
+        """Note that backward() of the forward under way does not come, and that the update goes on without it."""
+        done = self.micro_batches + 1, self._left_out + 1
+        self.forward_dropped()
+        self.micro_batches, self._left_out = done
+        self.turn = Turn.STEP if self.micro_batches == self._per_update else Turn.FORWARD
 
     def backward_done(self, planned: bool) -> None:
         """Note that a backward has run; with a `planned` optimizer it may have been the last one of an update."""
@@ -238,7 +255,7 @@ class Turns:
 
     def step_done(self) -> None:
         """Note that the update has been made, or will not be made."""
-        self.turn, self.micro_batches = Turn.FORWARD, 0
+        self.turn, self.micro_batches, self._left_out = Turn.FORWARD, 0, 0
 
     def zeroing(self, set_to_none: bool) -> None:
         """Note that zero_grad() is about to clear the gradients."""
@@ -269,7 +286,8 @@ class Turns:
 
     def given_up(self) -> None:
         """Note that the iteration ends where it is."""
-        self.turn, self.iteration, self.uncleared, self.micro_batches = Turn.FORWARD, None, False, 0
+        self.turn, self.iteration, self.uncleared = Turn.FORWARD, None, False
+        self.micro_batches = self._left_out = 0
 
     def reads_early(self) -> bool:
         """Return whether a read now shows values of an update before its step(); true once per iteration."""

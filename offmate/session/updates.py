@@ -13,6 +13,7 @@ from .assigned import Assigned
 from .choice import Choice
 from .contexts import alone, outside_inference
 from .edits import check_groups, check_inputs, late_edit
+from .left_out import leave_out_the_last
 from .orders import Orders
 from .outside import Outside
 from .residence import Residence
@@ -64,10 +65,10 @@ class Updates:
         check_groups(self.updater)
         check_inputs(wanted, variant.updates)
         self.turns.check_zeroed(variant.updates)
-        self.outside.backward_begins(self.turns.micro_batches)
+        self.outside.backward_begins(self.turns.backwards)
         if self.scaling is not None:
             assert self.truth.host.unscaling is not None
-            self.truth.host.unscaling.begin(self.scaling.backward_begins(self.turns.micro_batches))
+            self.truth.host.unscaling.begin(self.scaling.backward_begins(self.turns.backwards))
 
     def speculates(self, variant: Variant) -> bool:
         """Return whether updates may begin before the gate in the backward that begins, with what holds now.
@@ -104,6 +105,7 @@ class Updates:
         """Handle the user's optimizer.step()."""
         self.process.check()
         self.residence.stream.check()
+        leave_out_the_last(self.residence, self.orders, self.speculates)
         self.turns.check_step(self.outside.any)
         if self.turns.turn is Turn.BACKWARD:
             self.residence.drop_forward()
@@ -150,8 +152,9 @@ class Updates:
         """Unscale the gradients of this update on behalf of the user's scaler; see `scaling.unscale`."""
         self.process.check()
         self.residence.stream.check()
-        if not self.turns.micro_batches:
+        if not self.turns.backwards:
             return None
+        leave_out_the_last(self.residence, self.orders, self.speculates)
         self.turns.check_all_came()
         if self.turns.turn is Turn.BACKWARD:
             self.residence.drop_forward()
@@ -164,6 +167,7 @@ class Updates:
     def skip(self) -> None:
         """Handle an optimizer.step() that makes no update, since the scaler has found a value that is not finite."""
         self.process.check()
+        leave_out_the_last(self.residence, self.orders, self.speculates)
         self.turns.check_step(self.outside.any)
         self._drop_alone()
         self.residence.preparer.account_for_user_code()
@@ -220,7 +224,8 @@ class Updates:
     def _drop(self) -> None:
         early = self.turns.micro_batches if self.turns.waits else 0
         if early:
-            log.info("zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", early)
+            dropped = self.turns.backwards
+            log.info("zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", dropped)
             under_way = self.orders.under_way
             if under_way is not None and under_way.ran_ahead:
                 log.warning(

@@ -21,12 +21,16 @@ from .world import World
 Batch = tuple[torch.Tensor | None, ...]
 """The tensors of a batch, in the order of `StartBinding.batch`."""
 
+Incoming = dict[str, torch.Tensor] | None
+"""The gradients of a micro-batch's outputs by name; None if it is left out, since its backward() never came."""
+
 
 class Computes:
     """Runs computes, with one short method per kind.
 
-    State: `batches` and `incoming`, by slot the user's batch and gradients, until they are used; `_seen_buffers`,
-    memory and version of the host's buffers of which the device has copies.
+    State: `batches` and `incoming`, by slot the user's batch and gradients, until they are used, and None for a
+    micro-batch that is left out; `_seen_buffers`, memory and version of the host's buffers of which the device has
+    copies.
 
     Parameters
     ----------
@@ -40,7 +44,7 @@ class Computes:
         self._seen_buffers: dict[str, tuple[int, int]] = {}
         self._draws = Draws(world.binding, world.device.ledger, several=world.schedule.per_step > 1)
         self.batches: list[Batch] = []
-        self.incoming: Sequence[dict[str, torch.Tensor]] = ()
+        self.incoming: Sequence[Incoming] = ()
 
     def run(self, name: str) -> None:
         """Run the compute of this name: "start", "F3", "user", "B3", "gate", or one of another slot, such as "F3@2"."""
@@ -52,7 +56,12 @@ class Computes:
         elif what == FORWARD and block is not None:
             self._forward_block(block, slot)
         elif what == BACKWARD and block is not None:
-            self._backward_block(compute, block, slot)
+            if self.incoming[slot] is None:
+                self._leave_out(block, slot)
+            else:
+                self._backward_block(compute, block, slot)
+            if slot == self._last:
+                self._norms.of_block(block)
         else:
             self._gate.open()
 
@@ -174,8 +183,11 @@ class Computes:
                 batch.grads[port.name] = made
                 continue
             name = port.name[6:]
-            if slot and items.gradient(name) in spec.needs:  # complete, to be added to those before
-                self._contents.grads[port.name].add_(made)
+            sums = self._contents.grads
+            if slot and items.gradient(name) in spec.needs and port.name not in sums:
+                sums[port.name] = made  # those before are left out
+            elif slot and items.gradient(name) in spec.needs:  # complete, to be added to those before
+                sums[port.name].add_(made)
                 registers[port.register] = made = None
                 self._device.ledger.freed(live.pop(port.storage))
             else:  # complete ones have one place, until they are used
@@ -183,8 +195,15 @@ class Computes:
             self._contents.pending.add(name)
             if not self._schedule.sums_on_device:  # the gradient of the micro-batch before has left
                 self._contents.grad_leaving.pop(name, None)
-        if slot == self._last:
-            self._norms.of_block(index)
+
+    def _leave_out(self, index: int, slot: int) -> None:
+        """Free what a backward would have used, since the micro-batch adds nothing."""
+        batch = self._contents.of(slot)
+        saved = batch.saved.pop(index)
+        copies = batch.values.pop(items.offloaded(index).at(slot), None)
+        if copies is not None:
+            copies.settle()
+        self._device.ledger.freed(sum(saved.storage_bytes.values()))
 
     def _registers(self, block: BlockBinding, n_registers: int, batch: OfBatch) -> list[Any]:
         registers: list[Any] = [None] * n_registers
@@ -211,6 +230,9 @@ class Computes:
         self._device.ledger.made(0, spec.rise_bytes)
         if arena is not None:
             arena.forget_gaps()
+        if incoming is None:
+            return
+        if arena is not None:
             for gradient in incoming.values():
                 arena.fix(gradient)
         for item in spec.makes:

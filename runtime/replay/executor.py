@@ -14,7 +14,7 @@ from ...solver.items import ItemKind
 from ...solver.schedule import Action, Kind, Schedule
 from .. import interrupts
 from ..torch_names.autograd import without_autocast
-from .computes import Batch, Computes
+from .computes import Batch, Computes, Incoming
 from .gate import Clip, Gate
 from .gradients import Gradients
 from .handlers import Handlers
@@ -156,15 +156,13 @@ class Executor:
         """
         self.backwards((gradients,), number, speculates)
 
-    def backwards(
-        self, gradients: Sequence[dict[str, torch.Tensor]], number: int = 0, speculates: bool = False
-    ) -> None:
-        """Run the backwards of a pass, for all its micro-batches.
+    def backwards(self, gradients: Sequence[Incoming], number: int = 0, speculates: bool = False) -> None:
+        """Run the backwards of a pass, for all its micro-batches but those that are left out.
 
         Parameters
         ----------
-        gradients: by micro-batch and name, those of the outputs that the plan differentiates. number: as in `forwards`.
-        speculates: as in `backward`.
+        gradients: by micro-batch and name, those of the outputs that the plan differentiates; None for a micro-batch
+            that is left out. number: as in `forwards`. speculates: as in `backward`.
         """
         self.complete = False
         self.gate.close()

@@ -104,17 +104,25 @@ class Gradients:
             contents.returned_grads.pop(name).settle()
 
     def begin_total(self, name: str) -> None:
-        """Make the first micro-batch's gradient the total on the device."""
+        """Make the first micro-batch's gradient the total on the device, or make room if it is left out."""
         gradient, total = items.gradient(name), items.total(name)
-        self._contents.totals[name] = Buffer({"": self._contents.grads.pop(f"param:{name}")})
+        grad = self._contents.grads.pop(f"param:{name}", None)
+        if grad is None:
+            self._unbegun.add(name)
+            grad = self._device.empty_like(self._host.whole(name))
+        else:
+            self._device.ledger.remove(gradient.kind.prefix, self._sizes[gradient])
+        self._contents.totals[name] = Buffer({"": grad})
         self._contents.grad_leaving.pop(name, None)
-        self._device.ledger.remove(gradient.kind.prefix, self._sizes[gradient])
         self._device.ledger.add(total.kind.prefix, self._sizes[total])
 
     def accumulate(self, name: str) -> None:
-        """Add a gradient to its total on the device."""
+        """Add a gradient to its total on the device, unless its micro-batch is left out."""
         contents, gradient = self._contents, items.gradient(name)
-        grad, total = contents.grads.pop(f"param:{name}"), contents.totals[name].read()
+        grad, total = contents.grads.pop(f"param:{name}", None), contents.totals[name].read()
+        if grad is None:
+            self._norms.of_total(name)
+            return
         if name in self._unbegun:
             total.copy_(grad)
             self._unbegun.discard(name)

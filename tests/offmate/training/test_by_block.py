@@ -292,7 +292,7 @@ def test_a_step_before_all_backwards() -> None:
     loop = batches(model)
     for _ in range(2):
         model(**next(loop))["loss"].backward()
-    with pytest.raises(ProtocolError, match=r"after backward\(\) of 2 of the 5 micro-batches"):
+    with pytest.raises(ProtocolError, match=r"optimizer.step\(\) after 2 of the 5 micro-batches"):
         optimizer.step()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer.zero_grad()
@@ -315,8 +315,8 @@ def test_a_forward_before_the_backward_and_one_without_gradients() -> None:
     model(**next(loop))["loss"].backward()
     loss = model(**next(loop))["loss"]
     later = next(loop)
-    with pytest.raises(ProtocolError, match=r"a forward before backward\(\) of micro-batch 2"):
-        model(**later)
+    with pytest.raises(ProtocolError, match=r"a forward without backward\(\) of micro-batch 2, and not with the batch"):
+        model(**numbers(1)[0])
     loss.backward()
     with pytest.raises(ProtocolError, match="between the micro-batches of one update"), torch.no_grad():
         model(**later)

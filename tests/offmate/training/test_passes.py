@@ -273,7 +273,7 @@ def test_a_step_after_some_passes_and_an_update_that_is_dropped(caplog: pytest.L
     model, optimizer = compiled(tiny(), config=passes(2))
     batches = iter(model.offmate.batches(data))
     steps(model, batches, 2)
-    with pytest.raises(ProtocolError, match=r"after backward\(\) of 2 of the 5 micro-batches"):
+    with pytest.raises(ProtocolError, match=r"optimizer.step\(\) after 2 of the 5 micro-batches"):
         optimizer.step()
     with caplog.at_level(logging.INFO, logger="offmate"):
         optimizer.zero_grad()
