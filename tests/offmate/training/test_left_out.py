@@ -18,11 +18,21 @@ from ...fuzz.figures import from_hardware_file
 from ...runtime.replay.order import watched
 from ..loops import batch, plain
 from .speculating import own_cores
-from .test_by_block import AMPLE, MICRO_BATCHES, Batch, assert_alike, compiled, numbers, optimizer_of, tied, words
+from .test_by_block import (
+    AMPLE,
+    MICRO_BATCHES,
+    Batch,
+    assert_alike,
+    compiled,
+    numbers,
+    optimizer_of,
+    tied,
+    words,
+)
 from .test_passes import least_budget, passes
 
 LEFT_OUT = [{0}, {2}, {4}, {0, 1}, {2, 3}, {0, 1, 2, 3}, {1, 2, 3, 4}, {0, 4}]
-WAYS = ["the first", "one within", "the last", "a pass", "another pass", "all but the last", "all but the first", "both"]
+WAYS = ["first", "within", "last", "a pass", "another pass", "all but the last", "all but the first", "first and last"]
 
 
 def trained(
