@@ -8,10 +8,11 @@ are solved, and between them these seconds lie below the line through two neighb
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, get_args
 
+from .passes import between
 from .problem import Problem
 from .resources import Resource
 from .solution import Solution, Status
@@ -33,6 +34,7 @@ class AccumulationTrial:
 
     Parameters
     ----------
+    order: "by block" also where passes run some of them. per_pass: how many these are; 0 if they are one or all.
     update_s: seconds per update, in fractions of tensors; None if it does not fit, or if the search ran out of time.
     compute_s: seconds that its computes take alone, with room for everything. moved_s, moved_on: seconds that the bytes
         which it moves take alone on the path that they keep busy longest, and the tier that this path leads to.
@@ -49,6 +51,12 @@ class AccumulationTrial:
     cpu_s: float = 0.0
     solve_s: float = 0.0
     timed_out: bool = False
+    per_pass: int = 0
+
+    @property
+    def micro_batches_per_pass(self) -> int:
+        """The micro-batches for which each block runs in turn."""
+        return self.per_pass or (1 if self.order == "by batch" else self.micro_batches)
 
     @property
     def fits(self) -> bool:
@@ -62,7 +70,7 @@ class AccumulationTrial:
 
 
 def try_micro_batches(
-    stated: Callable[[int, Order], Problem | None],
+    stated: Callable[[int, int], Problem | None],
     *,
     orders: tuple[Order, ...] = ORDERS,
     most: int = MOST,
@@ -74,9 +82,11 @@ def try_micro_batches(
 
     Parameters
     ----------
-    stated: states the problem of an update of so many micro-batches in an order; None where that order cannot run.
+    stated: states the problem of an update of so many micro-batches, of which each pass runs so many; None where that
+        cannot run.
     orders: that are tried. Once one is clearly slower, it is left out for more micro-batches, unless the other does
-        not fit. most: micro-batches. time_limit_s, gap, backend: as in `solve`, for each solve.
+        not fit. With both, passes of some micro-batches are tried where they may be faster (see passes.py).
+    most: micro-batches. time_limit_s, gap, backend: as in `solve`, for each solve.
 
     Returns: trials in the order in which they are made. One micro-batch counts as "by batch".
     Source: GreedySnake, section 4.5 and algorithm 1, which counts up one by one.
@@ -140,7 +150,8 @@ def _on_line(seconds: Mapping[int, float], count: int) -> float:
 class _Search:
     """What is known of a search.
 
-    State: `_known`, all trials by number and order; `_slower`, the order that is left out. Changed by one thread.
+    State: `_known`, all trials by their numbers of micro-batches, per update and per pass; `_usual`, the last problem
+    in the usual order; `_slower`, the order that is left out. Changed by one thread.
 
     Parameters
     ----------
@@ -148,36 +159,49 @@ class _Search:
     """
 
     def __init__(
-        self, stated: Callable[[int, Order], Problem | None], orders: tuple[Order, ...], limits: Mapping[str, object]
+        self, stated: Callable[[int, int], Problem | None], orders: tuple[Order, ...], limits: Mapping[str, object]
     ) -> None:
         self._stated, self._orders, self._limits = stated, orders, limits
-        self._known: dict[tuple[int, Order], AccumulationTrial] = {}
+        self._known: dict[tuple[int, int], AccumulationTrial] = {}
+        self._usual: Problem | None = None
         self._slower: Order | None = None
 
     def measured(self, count: int) -> Iterator[AccumulationTrial]:
         """Solve for so many micro-batches, in the orders that may be the faster one."""
         orders: tuple[Order, ...] = ("by batch",) if count == 1 else self._orders
         tried = [order for order in orders if order != self._slower]
-        for order in tried:
-            yield self._solved(count, order)
-        left = [order for order in orders if order not in tried]
-        if left and not self.fits(count):
-            self._slower = None
-            for order in left:
-                yield self._solved(count, order)
-        of = [self._known[count, order] for order in orders if (count, order) in self._known]
-        if len(of) > 1:
+        of = [self._solved(count, _per_pass(count, order)) for order in tried]
+        yield from of
+        if not self.fits(count):
+            of += [self._solved(count, _per_pass(count, order)) for order in orders if order not in tried]
+            yield from of[len(tried) :]
+        elif len(of) > 1 and all(one.fits for one in of):
             slower, faster = sorted(of, key=lambda one: one.rate)
             if faster.rate > _CLEARLY * slower.rate:
                 self._slower = slower.order
+        some = self._between(count) if len(orders) > 1 else None
+        if some is not None:
+            yield self._solved(count, some)
 
-    def _solved(self, count: int, order: Order) -> AccumulationTrial:
-        problem = self._stated(count, order)
+    def _between(self, count: int) -> int | None:
+        """Return a number of micro-batches per pass, neither one nor all, that may be faster; None if none may."""
+        if self._usual is None or self._usual.per_update != count:
+            self._usual = self._stated(count, 1)
+        if self._usual is None:
+            return None
+        all_fit = (whole := self._known.get((count, count))) is not None and whole.fits
+        return between(self._usual, self._seconds.get(count, inf), all_fit=all_fit)
+
+    def _solved(self, count: int, per_pass: int) -> AccumulationTrial:
+        order: Order = "by batch" if per_pass == 1 else "by block"
+        problem, some = self._stated(count, per_pass), 0 if per_pass in (1, count) else per_pass
+        if per_pass == 1:
+            self._usual = problem
         if problem is None:
-            trial = AccumulationTrial(count, order, None)
+            trial = AccumulationTrial(count, order, None, per_pass=some)
         else:
-            trial = tried(problem, order, solve(problem, **self._limits))  # type: ignore[arg-type]
-        self._known[count, order] = trial
+            trial = replace(tried(problem, order, solve(problem, **self._limits)), per_pass=some)  # type: ignore[arg-type]
+        self._known[count, per_pass] = trial
         return trial
 
     def fits(self, count: int) -> bool:
@@ -217,12 +241,12 @@ class _Search:
         place = min(place, len(counts) - 2)
         for one in (place, place - 1):
             if one >= 0 and (one == place or counts[place] == least):
-                between = self._between(seconds, counts, one)
-                if between is not None:
-                    return between
+                found = self._where_lines_cross(seconds, counts, one)
+                if found is not None:
+                    return found
         return least if least not in seconds else None
 
-    def _between(self, seconds: Mapping[int, float], counts: list[int], place: int) -> int | None:
+    def _where_lines_cross(self, seconds: Mapping[int, float], counts: list[int], place: int) -> int | None:
         """Return where the lines beyond two neighbours cross; None if that is known well enough."""
         low, high = counts[place], counts[place + 1]
         if high - low < 2:
@@ -234,11 +258,14 @@ class _Search:
         if after <= rising:
             return None
         cross = (seconds[high] - seconds[low] + rising * low - after * high) / (rising - after)
-        between = min(max(round(cross), low + 1), high - 1)
-        bound_s = max(
-            seconds[low] + rising * (between - low), seconds[high] - after * (high - between), between * self._alone_s
-        )
-        return between if _on_line(seconds, between) > _KNOWN * bound_s else None
+        found = min(max(round(cross), low + 1), high - 1)
+        left_s, right_s = seconds[low] + rising * (found - low), seconds[high] - after * (high - found)
+        bound_s = max(left_s, right_s, found * self._alone_s)
+        return found if _on_line(seconds, found) > _KNOWN * bound_s else None
+
+
+def _per_pass(count: int, order: Order) -> int:
+    return 1 if order == "by batch" else count
 
 
 def _slope(seconds: Mapping[int, float], low: int, high: int) -> float:

@@ -3,12 +3,13 @@
 More of them copy parameters and totals less often, and need memory for what lies between the blocks. If that is short,
 blocks have to compute again or to move what they keep. So the seconds of an update fall with their number while copies
 limit it, and rise once computes do. The number at which this turns is estimated without a solve: the least one for
-which the copies of parameters and totals, all of them streamed, take no longer than the computes.
+which the copies of parameters, gradients and totals, all of them streamed, and the host's additions take no longer than
+the computes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 
 from .fat_steps import in_passes
@@ -17,6 +18,7 @@ from .program.streamed import streaming_solution
 from .resources import Resource
 from .rounding.spilled import whole_schedule
 from .scheduling.validate import ScheduleError
+from .sharing import least_seconds
 from .simulate import keeps_budgets
 
 MOST = 64  # micro-batches per pass that are tried
@@ -53,16 +55,26 @@ def between(problem: Problem, best_s: float, *, all_fit: bool) -> int | None:
 
 
 def _streamed_s(problem: Problem, per_pass: int) -> float:
-    """Return the seconds in which an update's parameters and totals come, if each comes for every use."""
-    passes = -(-problem.per_update // per_pass)
-    n, moved = problem.n_blocks, Counter[Resource]()
+    """Return the seconds in which parameters come for every use, and gradients leave and are added up."""
+    passes, rates = -(-problem.per_update // per_pass), problem.rates
+    n, busy_s = problem.n_blocks, defaultdict[Resource, float](float)
+
+    def move(link: Resource, size_bytes: float) -> None:
+        busy_s[link] += size_bytes / rates.bytes_per_s(link)
+
     for group in problem.groups:
         often = len({step < n for step in group.uses})  # a block's forward and backward; neighbours share it
         sources = problem.sources(group) if not group.trainable else ()
-        moved[sources[0].path.into if sources else Resource.IN] += passes * often * group.param_bytes
-        if group.trainable and per_pass > 1:
-            moved[Resource.IN] += (passes - 1) * group.grad_bytes
-    return max(size / problem.rates.bytes_per_s(link) for link, size in moved.items()) if moved else 0.0
+        move(sources[0].path.into if sources else Resource.IN, passes * often * group.param_bytes)
+        if not group.trainable:
+            continue
+        move(Resource.OUT, passes * group.grad_bytes)
+        if per_pass > 1:  # the total comes back, and the device adds
+            move(Resource.IN, (passes - 1) * group.grad_bytes)
+        else:
+            busy_s[rates.worker("accumulate-cpu")] += (passes - 1) * group.cpu_add_s
+    together = (sum(weight * busy_s[one] for one, weight in weights.items()) for _, weights in least_seconds(rates))
+    return max((*busy_s.values(), *together), default=0.0)
 
 
 def _fits(problem: Problem) -> bool:

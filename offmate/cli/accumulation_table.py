@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from ..plans.accumulation import chosen_words, path_name, unfit_words
+from ..plans.accumulation import chosen_words, order_name, path_name, unfit_words
 from ..plans.plan import Plan
 from ..reports.units import format_seconds
 from ..solver.accumulation import AccumulationTrial
@@ -40,10 +40,11 @@ def accumulation_table(plan: Plan, width: int) -> Table:
     wide = width >= NARROW
     if wide:
         table.add_column("", no_wrap=True)
-    shown = sorted(plan.accumulation, key=lambda one: (one.micro_batches, one.order))
+    shown = sorted(plan.accumulation, key=lambda one: (one.micro_batches, one.micro_batches_per_pass))
+    own = plan.accumulation_steps, plan.micro_batches_per_pass
     most = max((one.rate for one in shown), default=0.0)
     for one in shown:
-        chosen = (one.micro_batches, one.order) == (plan.accumulation_steps, plan.accumulation_order)
+        chosen = (one.micro_batches, one.micro_batches_per_pass) == own
         table.add_row(*_cells(one, each, width - _BESIDE_BAR if wide else 0, most), style="bold" if chosen else "")
     table.caption = "\n".join(_caption(plan, shown))
     table.caption_justify = "left"
@@ -51,7 +52,7 @@ def accumulation_table(plan: Plan, width: int) -> Table:
 
 
 def _cells(one: AccumulationTrial, each: float, columns: int, most: float) -> list[str]:
-    order = "either" if one.micro_batches == 1 else one.order
+    order = "either" if one.micro_batches == 1 else order_name(one)
     bar = ["█" * max(1, round(columns * one.rate / most)) if one.fits and most else ""] if columns else []
     if one.update_s is None:
         return [str(one.micro_batches), order, unfit_words(one), "-", "-", "-", *bar]

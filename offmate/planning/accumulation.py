@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..errors import ArgumentValueError, InfeasibleBudget
-from ..plans.accumulation import chosen_words, unfit_words
+from ..plans.accumulation import chosen_words, order_name, unfit_words
 from ..plans.plan import Plan
 from ..reports.units import format_seconds
 from ..solver.accumulation import ORDERS, AccumulationTrial, Order, fewest, try_micro_batches
@@ -22,16 +22,17 @@ log = logging.getLogger("offmate")
 AUTO = "auto"
 
 
-def of_update(request: Request, micro_batches: int, order: Order) -> Request:
-    """Return the request of an update of so many micro-batches in an order."""
+def of_update(request: Request, micro_batches: int, per_pass: int) -> Request:
+    """Return the request of an update of so many micro-batches, of which each pass runs so many."""
     own = replace(request, micro_batches=micro_batches, per_step=1)
-    return own.by_block if order == "by block" else own
+    return own if per_pass == 1 else own.in_passes(request.config.micro_batches_per_pass or per_pass)
 
 
 def planned_with_fewest(subject: Subject, make: Callable[[Request], Plan]) -> Plan:
     """Plan for the least number of micro-batches per update after which one more hardly adds tokens per second.
 
-    Both orders of micro-batches are tried, if the configuration names none.
+    Both orders of micro-batches are tried, if the configuration names none, and passes of some where they may be
+    faster.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ def planned_with_fewest(subject: Subject, make: Callable[[Request], Plan]) -> Pl
     smaller = [one for one in trials if one.fits and one.rate < best.rate and one.micro_batches <= best.micro_batches]
     for one in (best, *sorted(smaller, key=lambda one: -one.rate)):
         try:
-            plan = make(of_update(subject.request, one.micro_batches, one.order))
+            plan = make(of_update(subject.request, one.micro_batches, one.micro_batches_per_pass))
         except InfeasibleBudget:  # fractions fit, whole tensors may not
             if one.micro_batches == 1:
                 raise
@@ -60,9 +61,9 @@ def _tried(subject: Subject) -> tuple[AccumulationTrial, ...]:
     config = subject.request.config
     request = replace(subject.request, user_bytes=user_bytes_of(subject.traced, subject.request))
 
-    def stated(count: int, order: Order) -> Problem | None:
+    def stated(count: int, per_pass: int) -> Problem | None:
         try:
-            return state(replace(subject, request=of_update(request, count, order)))[1].problem
+            return state(replace(subject, request=of_update(request, count, per_pass)))[1].problem
         except InfeasibleBudget:
             return None
 
@@ -77,8 +78,8 @@ def _tried(subject: Subject) -> tuple[AccumulationTrial, ...]:
         ):
             found.append(trial)
             words = unfit_words(trial) if trial.update_s is None else format_seconds(trial.update_s)
-            subject.say(f"{trial.micro_batches} micro-batches {trial.order}: {words}", 0.0)
-            log.info("%d micro-batches %s: %s", trial.micro_batches, trial.order, words)
+            subject.say(f"{trial.micro_batches} micro-batches {order_name(trial)}: {words}", 0.0)
+            log.info("%d micro-batches %s: %s", trial.micro_batches, order_name(trial), words)
     return tuple(found)
 
 

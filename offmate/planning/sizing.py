@@ -92,7 +92,7 @@ class Sizing:
         """Return the plan with its comparison to updates before the gate, if the request asks for both."""
 
         def again(own: Request) -> Plan:
-            own = of_update(own, plan.accumulation_steps, plan.accumulation_order) if self.fewest else own
+            own = of_update(own, plan.accumulation_steps, plan.micro_batches_per_pass) if self.fewest else own
             return replace(self, request=own, fewest=False)._planned(plan.batch_size)
 
         return with_break_even(plan, again, self.request, self.machine is not None)

@@ -30,6 +30,11 @@ def chosen_words(trials: Sequence[AccumulationTrial], count: int) -> str:
     return f"{said} {are} the fewest after which one more adds less than 1 % of tokens/s{why}"
 
 
+def order_name(trial: AccumulationTrial) -> str:
+    """Return the order of a trial's micro-batches in two words or three."""
+    return f"{trial.per_pass} per pass" if trial.per_pass else trial.order
+
+
 def unfit_words(trial: AccumulationTrial) -> str:
     """Say why there is no plan for what was tried."""
     return "no plan in time" if trial.timed_out else "does not fit"

@@ -55,8 +55,8 @@ def order_words(
     Parameters
     ----------
     per_pass, count: micro-batches of a pass, and of an update. own: figures of the plan itself. other: of the
-        plan for the next best order; None if none was planned. trial: what the program predicts for the other order in
-        fractions of tensors; None if it was not solved.
+        plan for the next best order; None if none was planned. trial: what the program predicts for the next best
+        order in fractions of tensors; None if none was solved.
     """
     begin, name = f"micro-batches run {way(per_pass, count)}", way(count if per_pass == 1 else 1, count)
     if other is not None and other.per_pass:
@@ -64,6 +64,7 @@ def order_words(
     if other is None:
         if trial is None:
             return f"{begin}; {name} was not planned, so it is not known what the order buys"
+        name = way(trial.micro_batches_per_pass, count)
         predicted = "does not fit" if trial.update_s is None else f"takes {format_seconds(trial.update_s)} per update"
         return f"{begin}; {name} {predicted} in fractions of tensors, and was not planned in whole ones"
     if other.step_s is None:
@@ -78,9 +79,10 @@ def order_words(
     return f"{begin}, {less} ({format_seconds(other.step_s)}), with {' and '.join(costs)}; {copied}"
 
 
-def other_trial(trials: Sequence[AccumulationTrial], count: int, own: Order) -> AccumulationTrial | None:
-    """Return the trial of the same number of micro-batches in the other order; None if it was not made."""
-    return next((one for one in trials if one.micro_batches == count and one.order != own), None)
+def other_trial(trials: Sequence[AccumulationTrial], count: int, per_pass: int) -> AccumulationTrial | None:
+    """Return the fastest trial of the same number of micro-batches, but not per pass; None if there is none."""
+    others = (one for one in trials if one.micro_batches == count and one.micro_batches_per_pass != per_pass)
+    return max(others, key=lambda one: one.rate, default=None)
 
 
 def _bytes(more: int, what: str) -> str:

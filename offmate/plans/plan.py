@@ -178,7 +178,7 @@ class Plan:
         """In which order the micro-batches of an update run, and what that buys; empty if there is only one."""
         if self.accumulation_steps == 1:
             return ""
-        trial = other_trial(self.accumulation, self.accumulation_steps, self.accumulation_order)
+        trial = other_trial(self.accumulation, self.accumulation_steps, self.micro_batches_per_pass)
         return order_words(self.micro_batches_per_pass, self.accumulation_steps, self.compared, self.other_order, trial)
 
     @property

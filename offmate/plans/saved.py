@@ -76,9 +76,9 @@ def to_text(plan: Any) -> str:
         },
     }
     trials, other, compared = (data.pop(name) for name in ("accumulation", "other_order", "break_even"))
-    data |= {"accumulation": [asdict(trial) for trial in trials]} if trials else {}
+    data |= {"accumulation": [_without(trial, "per_pass") for trial in trials]} if trials else {}
     if other is not None:
-        data["other_order"] = {name: value for name, value in asdict(other).items() if name != "per_pass" or value}
+        data["other_order"] = _without(other, "per_pass")
     data |= {"break_even": compared.to_dict()} if compared is not None else {}
     for name in ("low", "low_gradients"):
         if not data[name]:
@@ -88,7 +88,12 @@ def to_text(plan: Any) -> str:
 
 def _about(about: About) -> dict[str, Any]:
     """Return what a plan is of as JSON's own types, without storage paths and tokens where there are none."""
-    return {name: value for name, value in asdict(about).items() if name not in ("storage", "tokens") or value}
+    return _without(about, "storage", "tokens")
+
+
+def _without(record: Any, *names: str) -> dict[str, Any]:
+    """Return a record's fields as JSON's own types, those of these names only where they say something."""
+    return {name: value for name, value in asdict(record).items() if name not in names or value}
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -204,9 +204,14 @@ def draw_accumulation(
     with _canvas(ax, 10, 3.6) as ax:
         for order in ORDERS:
             # One micro-batch is of both orders.
-            of = [one for one in fitting if one.order == order or one.micro_batches == 1]
+            of = [one for one in fitting if not one.per_pass and (one.order == order or one.micro_batches == 1)]
             if len(of) > 1 or of[0].order == order:
                 ax.plot([one.micro_batches for one in of], [each * one.rate for one in of], marker="o", label=order)
+        some = [one for one in fitting if one.per_pass]
+        if some:
+            ax.plot(
+                [one.micro_batches for one in some], [each * one.rate for one in some], "s", label="by block, in passes"
+            )
         best = {one.micro_batches: one for one in sorted(fitting, key=lambda one: one.rate)}
         bounds = [best[count] for count in sorted(best)]
         counts = [one.micro_batches for one in bounds]

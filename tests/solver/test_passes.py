@@ -22,6 +22,7 @@ from offmate.solver.passes import between
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, ProblemError
 from offmate.solver.program.streamed import streaming_solution
+from offmate.solver.resources import Resource
 from offmate.solver.rounding.spilled import whole_schedule
 from offmate.solver.schedule import Action, Kind, Schedule
 from offmate.solver.scheduling.validate import ScheduleError, validate
@@ -213,17 +214,32 @@ def test_schedules_broken_in_one_way_are_refused() -> None:
 
 
 def slow_link(part: float) -> Problem:
-    """Sixteen micro-batches whose parameters take, for each of them, this many times as long as their computes."""
+    """Sixteen micro-batches whose parameters take, for each of them, this many times as long as their computes.
+
+    Gradients leave and are added up in no time.
+    """
     one = replace(decoder(84_000_000), gate=True, turn_around_steps=4)
+    one = replace(one, groups=tuple(replace(group, cpu_add_s=0.0) for group in one.groups))
     moved = sum(len({step < one.n_blocks for step in g.uses}) * g.param_bytes for g in one.groups)
     rate = moved / (part * one.computes_s)
-    return replace(one, micro_batches=16, rates=replace(one.rates, in_bytes_per_s=rate))
+    return replace(one, micro_batches=16, rates=replace(one.rates, in_bytes_per_s=rate, out_bytes_per_s=100 * rate))
 
 
 @pytest.mark.parametrize(("part", "number"), [(0.9, None), (1.5, 4), (2.5, 4), (5.0, 8), (20.0, None)])
 def test_the_least_number_that_hides_the_copies_is_tried(part: float, number: int | None) -> None:
     """Of totals, too, from two per pass on. One or all of the update have been tried already."""
     assert between(slow_link(part), 100.0, all_fit=True) == number
+
+
+def test_gradients_that_leave_and_are_added_count_as_well() -> None:
+    """Half as many bytes as parameters leave. With several per pass the GPU adds, and the host does not."""
+    usual = slow_link(0.9)
+    slow_out = replace(usual.rates, out_bytes_per_s=usual.rates.bytes_per_s(Resource.IN) / 8)
+    assert between(replace(usual, rates=slow_out), 100.0, all_fit=True) == 4
+    each_s = usual.all_computes_s / usual.per_update / sum(g.trainable for g in usual.groups)
+    for part, number in ((0.5, None), (1.5, 2)):
+        groups = tuple(replace(g, cpu_add_s=part * each_s) if g.trainable else g for g in usual.groups)
+        assert between(replace(usual, groups=groups), 100.0, all_fit=True) == number
 
 
 def test_a_number_that_fits_is_tried_where_all_do_not() -> None:

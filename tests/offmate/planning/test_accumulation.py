@@ -23,7 +23,7 @@ def test_a_plan_knows_all_that_was_tried_and_trains_as_chosen(tmp_path):
     count = found.accumulation_steps
     (chosen,) = (
         one for one in found.accumulation
-        if (one.micro_batches, one.order) == (count, found.accumulation_order) or one.micro_batches == count == 1
+        if (one.micro_batches, one.micro_batches_per_pass) == (count, found.micro_batches_per_pass)
     )  # fmt: skip
     assert chosen.rate == max(one.rate for one in found.accumulation if one.micro_batches == count)
     assert f"{count} micro-batches per update" in found.explain()
