@@ -26,10 +26,14 @@ def add_sums(
         leave(group.grad_bytes, made, gone, account, copies=group.grad_copies)
         account.hold_over(gone.span[1:], group.grad_bytes, x)
         account.hold_sums(gone.span[1:], -group.grad_bytes, gone.prior)
-    adder = problem.rates.worker("accumulate-cpu")
+    adder, passes = problem.rates.worker("accumulate-cpu"), problem.micro_batches
     for gone in (*(gone for _, gone in leaving[1:]), grad_out):
         for step, part in gone.each():
             account.spend(adder, (step + 1) % problem.n_steps, group.cpu_add_s, part)
+    # What a middle pass leaves for the next one is added there, in every middle pass but the first.
+    for step, part in leaving[0][1].each() if passes > 3 else ():
+        if problem.in_middle(step + 1):
+            account.spend(adder, step + 1, group.cpu_add_s * (passes - 3) / (passes - 2), part)
     return lead_out
 
 

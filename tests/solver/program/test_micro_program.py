@@ -71,6 +71,21 @@ def test_totals_take_room_that_one_micro_batch_does_not_need() -> None:
     assert solve(replace(twice, device_budget_bytes=900), gap=1e-6).objective_s == pytest.approx(13.0, rel=CLOSE)
 
 
+@given(st.integers(0, 10_000), st.sampled_from([2, 3, 4, 7]), st.sampled_from([1.0, 0.02]))
+def test_the_host_adds_for_every_micro_batch_but_the_first(seed: int, m: int, speed: float) -> None:
+    """Whenever gradients leave: over a slow link, in the next pass. The CPU does nothing but that and the updates."""
+    rng = random.Random(seed)
+    drawn = gated(random_problem(rng), rng, m)
+    rates = replace(drawn.rates, out_bytes_per_s=speed * drawn.rates.out_bytes_per_s, manage_s=0.0, shared_cores=False)
+    groups = tuple(replace(g, side="host", cpu_add_s=rng.random()) if g.trainable else g for g in drawn.groups)
+    roomy = {"device_budget_bytes": 10**9, "host_budget_bytes": 10**9, "rates": rates}
+    problem = replace(drawn, groups=groups, **roomy)
+    solution = solve(problem)
+    trained = [group for group in problem.groups if group.trainable]
+    by_hand_s = problem.gate_s + sum((m - 1) * group.cpu_add_s + group.cpu_update_s for group in trained)
+    assert solution.busy_s[rates.worker("accumulate-cpu")] == pytest.approx(by_hand_s, rel=1e-5)
+
+
 def test_gradients_for_the_host_leave_in_every_pass() -> None:
     """No room for states: both weights are updated on the host, and computes hide nearly everything.
 
