@@ -4,7 +4,7 @@
 bfloat16) into DIR, and trains a LoRA adapter on it with the emulated device, each time in a process of its own: with
 plain PyTorch, with plenty of RAM, and with a third of the base's bytes as RAM. The table has the seconds per step
 beside the predicted ones, what a step reads from files, the peaks of the process's own memory and of file pages in it,
-and whether the losses are plain PyTorch's, bit for bit.
+measured from outside, and whether the losses are plain PyTorch's, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -27,11 +24,11 @@ from rich.table import Table
 import offmate
 
 from .overhead import machine
+from .own_processes import in_a_process, memory_now, start_to_measure, stop_to_measure
 
 _GPU_BUDGET_BYTES = 220 << 20
 _WAYS = ("plain", "plenty", "files")
 _TOKENS = 48
-_SAMPLES_S = 0.02
 
 
 def main() -> None:
@@ -60,14 +57,6 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
-def in_a_process(name: str, arguments: argparse.Namespace, way: str) -> dict[str, Any]:
-    """Run a benchmark's way to train in a process of its own, and return the row that it prints."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--dir", str(arguments.dir), "--way", way]
-    ran = subprocess.run([*command, "--steps", str(arguments.steps)], check=True, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return found
-
-
 def _write(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -86,7 +75,7 @@ def _trained(folder: Path, way: str, steps: int) -> dict[str, Any]:
 
     warnings.simplefilter("ignore")
     torch.manual_seed(1)
-    before = memory()
+    before = memory_now()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.config.use_cache = False
     base_bytes = sum(param.nbytes for param in model.parameters())
@@ -97,11 +86,11 @@ def _trained(folder: Path, way: str, steps: int) -> dict[str, Any]:
         ram = base_bytes // 3 if way == "files" else 8 * base_bytes
         config = offmate.Config(cache_dir=None)
         offmate.compile(model, _GPU_BUDGET_BYTES, optimizer=optimizer, cpu_budget=ram, device="emulated", config=config)
-    losses, seconds, peaks = [], [], Peaks()
+    losses, seconds = [], list[float]()
     for step in range(steps + 1):
         tokens = torch.randint(0, 8000, (1, _TOKENS), generator=torch.Generator().manual_seed(step))
         if step == 1:  # planning is over, and memory has settled
-            peaks.start()
+            start_to_measure()
         began = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -109,7 +98,7 @@ def _trained(folder: Path, way: str, steps: int) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - began)
-    own_bytes, file_bytes = peaks.stop()
+    stop_to_measure()
     plan = model.offmate.plan if way != "plain" else None
     return {
         "base_bytes": base_bytes,
@@ -117,38 +106,9 @@ def _trained(folder: Path, way: str, steps: int) -> dict[str, Any]:
         "predicted_s": plan.predicted_step_s if plan is not None else None,
         "read_bytes": plan.read_bytes if plan is not None else 0,
         "host_bytes": plan.host_bytes if plan is not None else 0,
-        "own_bytes": own_bytes - before[0],
-        "file_bytes": file_bytes - before[1],
         "losses": losses,
+        **before,
     }
-
-
-class Peaks:
-    """The peaks of a process's own memory and of file pages in it, by samples."""
-
-    def __init__(self) -> None:
-        self._most, self._ends = (0, 0), threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> tuple[int, int]:
-        self._ends.set()
-        self._thread.join()
-        return self._most
-
-    def _sample(self) -> None:
-        while not self._ends.wait(_SAMPLES_S):
-            now = memory()
-            self._most = max(self._most[0], now[0]), max(self._most[1], now[1])
-
-
-def memory() -> tuple[int, int]:
-    """Return the process's own bytes in memory, and those of files."""
-    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    own, files = (int(rows[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
-    return own, files
 
 
 if __name__ == "__main__":

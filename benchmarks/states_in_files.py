@@ -4,10 +4,10 @@
 weights (63 M in bfloat16, with float32 copies, so that states have 12 bytes per parameter) with AdamW on the emulated
 device, each time in a process of its own: with plain PyTorch, with plenty of RAM, and with a quarter of the states'
 bytes as RAM and two storage paths in DIR, which are held to 600 and 200 MB/s by the engine. The table has the seconds
-per step beside the predicted ones, what a step reads and writes, the peak of the process's own memory beside what the
-plan counts, and whether losses, parameters and states are plain PyTorch's, bit for bit. What PyTorch, planning and
-their libraries take beside tensors is measured with a model of the same layers and hardly any parameters; it is
-counted to what is planned.
+per step beside the predicted ones, what a step reads and writes, the peak of the process's own memory, measured from
+outside, beside what the plan counts, and whether losses, parameters and states are plain PyTorch's, bit for bit. What
+PyTorch, planning and their libraries take beside tensors is measured with a model of the same layers and hardly any
+parameters; it is counted to what is planned.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import json
 import statistics
 import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,11 @@ from rich.table import Table
 import offmate
 from offmate.session import state_storage
 
-from .frozen_files import Peaks, in_a_process, memory
 from .overhead import machine
+from .own_processes import in_a_process, memory_now, start_to_measure, stop_to_measure
 
-_GPU_BUDGET_BYTES = 300 << 20
-_WAYS = ("libraries", "plain", "plenty", "files")
 _TOKENS = 32
-_RATES = {"fast": 600e6, "slow": 200e6}  # bytes per second of each path, of reads and writes in turns
+RATES = {"fast": 600e6, "slow": 200e6}  # bytes per second of each path, of reads and writes in turns
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--way", choices=_WAYS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.way:
-        print(json.dumps(_trained(arguments.dir, arguments.way, arguments.steps)))
+        print(json.dumps(trained(arguments.dir, _WAYS[arguments.way], arguments.steps)))
         return
     rows = {way: in_a_process("states_in_files", arguments, way) for way in _WAYS}
     libraries_bytes = rows.pop("libraries")["own_bytes"]
@@ -67,35 +67,59 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
-def _trained(folder: Path, way: str, steps: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Way:
+    """A way to train the model.
+
+    Parameters
+    ----------
+    width: of the model's layers. ram: bytes of RAM for tensors, in those of the states; None trains with plain PyTorch.
+    paths: names of the storage paths. amsgrad: whether AdamW has a third state. gpu_bytes: the device's budget.
+    """
+
+    ram: float | None
+    paths: tuple[str, ...] = ()
+    width: int = 512
+    amsgrad: bool = False
+    gpu_bytes: int = 300 << 20
+
+
+_WAYS = {
+    "libraries": Way(8.0, width=8),
+    "plain": Way(None),
+    "plenty": Way(8.0),
+    "files": Way(0.25, tuple(RATES)),
+}
+
+
+def trained(folder: Path, way: Way, steps: int) -> dict[str, Any]:
     """Train in this process; return seconds, bytes, losses and a hash of parameters and states."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    width = 8 if way == "libraries" else 512
+    width = way.width
     config = LlamaConfig(
         hidden_size=width, intermediate_size=4 * width, num_hidden_layers=14, num_attention_heads=min(8, width // 4),
         vocab_size=4000, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config).to(torch.bfloat16).train()
-    optimizer = offmate.with_master_weights(torch.optim.AdamW)(model.parameters(), lr=1e-4, fused=True)
+    optimizer = offmate.with_master_weights(torch.optim.AdamW)(
+        model.parameters(), lr=1e-4, fused=True, amsgrad=way.amsgrad
+    )
     params_bytes = sum(param.nbytes for param in model.parameters())
     states_bytes = 6 * params_bytes
-    before = memory()
-    if way != "plain":
-        settings: dict[str, Any] = {"cpu_budget": 8 * states_bytes}
-        if way == "files":
-            settings = {"cpu_budget": states_bytes // 4, "storage": _paths(folder)}
+    before = memory_now()
+    if way.ram is not None:
         offmate.compile(
-            model, _GPU_BUDGET_BYTES, optimizer=optimizer, device="emulated", config=offmate.Config(cache_dir=None),
-            **settings,
+            model, way.gpu_bytes, optimizer=optimizer, device="emulated", config=offmate.Config(cache_dir=None),
+            cpu_budget=int(way.ram * states_bytes), storage=paths(folder, way.paths),
         )  # fmt: skip
-    losses, seconds, peaks = [], [], Peaks()
+    losses, seconds = [], list[float]()
     for step in range(steps + 2):
         tokens = torch.randint(0, 4000, (1, _TOKENS), generator=torch.Generator().manual_seed(step))
         if step == 2:  # planning is over, every state exists, and memory has settled
-            peaks.start()
+            start_to_measure()
         began = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -103,8 +127,8 @@ def _trained(folder: Path, way: str, steps: int) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - began)
-    own_bytes, _ = peaks.stop()
-    plan = model.offmate.plan if way != "plain" else None
+    stop_to_measure()
+    plan = model.offmate.plan if way.ram is not None else None
     return {
         "params_bytes": params_bytes,
         "states_bytes": states_bytes,
@@ -112,19 +136,19 @@ def _trained(folder: Path, way: str, steps: int) -> dict[str, Any]:
         "predicted_s": plan.predicted_step_s if plan is not None else None,
         "stored_bytes": sum(plan.stored_bytes) if plan is not None else 0,
         "planned_bytes": plan.host_bytes + plan.budget_bytes - params_bytes if plan is not None else 0,
-        "own_bytes": own_bytes - before[0],
         "losses": losses,
         "hash": _hash(model, optimizer),
+        **before,
     }
 
 
-def _paths(folder: Path) -> list[offmate.StoragePath]:
+def paths(folder: Path, names: Sequence[str]) -> list[offmate.StoragePath]:
     """Return paths of known rates, to which the engine is held."""
-    throttles = [Throttle(rate, rate) for rate in _RATES.values()]
+    throttles = [Throttle(RATES[name], RATES[name]) for name in names]
     state_storage.Engine = functools.partial(Engine, throttles=throttles)  # type: ignore[misc, assignment]
-    for name in _RATES:
+    for name in names:
         (folder / name).mkdir(parents=True, exist_ok=True)
-    return [offmate.StoragePath(folder / name, rate, rate) for name, rate in _RATES.items()]
+    return [offmate.StoragePath(folder / name, RATES[name], RATES[name]) for name in names]
 
 
 def _hash(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
