@@ -60,11 +60,11 @@ def order_words(
     """
     begin, name = f"micro-batches run {way(per_pass, count)}", way(count if per_pass == 1 else 1, count)
     if other is not None and other.per_pass:
-        name = way(other.per_pass, count)
+        name = _instead(per_pass, other.per_pass, count)
     if other is None:
         if trial is None:
             return f"{begin}; {name} was not planned, so it is not known what the order buys"
-        name = way(trial.micro_batches_per_pass, count)
+        name = _instead(per_pass, trial.micro_batches_per_pass, count)
         predicted = "does not fit" if trial.update_s is None else f"takes {format_seconds(trial.update_s)} per update"
         return f"{begin}; {name} {predicted} in fractions of tensors, and was not planned in whole ones"
     if other.step_s is None:
@@ -77,6 +77,13 @@ def order_words(
     ]
     copied = f"{format_bytes(own.moved_bytes)} instead of {format_bytes(other.moved_bytes)} are copied to the GPU"
     return f"{begin}, {less} ({format_seconds(other.step_s)}), with {' and '.join(costs)}; {copied}"
+
+
+def _instead(per_pass: int, other: int, count: int) -> str:
+    """Return another way to run micro-batches, beside the plan's own, without what both have in common."""
+    if 1 in (per_pass, other):
+        return way(other, count)
+    return f"{other} at a time" if other < count else "all at a time"
 
 
 def other_trial(trials: Sequence[AccumulationTrial], count: int, per_pass: int) -> AccumulationTrial | None:

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from offmate.solver.accumulation import AccumulationTrial
 
 import offmate
 from offmate.planning.orders import in_faster_order
+from offmate.plans.orders import OtherOrder, order_words, other_trial
 
 from ..loops import adamw, batch, tiny
 
@@ -54,6 +56,28 @@ def test_without_an_optimizer_or_elsewhere_auto_is_refused():
         offmate.plan(model, "40KiB", example_inputs=batch(0), accumulation_steps="auto", **SETTINGS)
     with pytest.raises(offmate.OffmateError, match=r'offmate\.plan finds one for "auto"'):
         offmate.compile(model, "40KiB", optimizer=adamw(model), accumulation_steps="auto", **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("per_pass", "other", "words"),
+    [
+        (8, 2, "micro-batches run block by block; 2 at a time takes 3.00 s per update in fractions of tensors"),
+        (2, 8, "micro-batches run block by block, 2 at a time; all at a time takes 3.00 s per update"),
+        (1, 8, "micro-batches run one after the other; block by block takes 3.00 s per update"),
+        (8, 1, "micro-batches run block by block; one after the other takes 3.00 s per update"),
+    ],
+)
+def test_the_next_best_way_that_was_tried_is_named(per_pass, other, words):
+    some = 0 if other in (1, 8) else other
+    trials = [
+        AccumulationTrial(8, "by batch" if other == 1 else "by block", 3.0, per_pass=some),
+        AccumulationTrial(8, "by block", 2.0, per_pass=per_pass)
+        if per_pass > 1
+        else AccumulationTrial(8, "by batch", 2.0),
+        AccumulationTrial(4, "by batch", 1.0),
+    ]
+    own = OtherOrder(2.0)
+    assert order_words(per_pass, 8, own, None, other_trial(trials, 8, per_pass)).startswith(words)
 
 
 def test_what_an_order_buys_is_said_only_where_both_were_planned(tmp_path):
