@@ -207,7 +207,12 @@ def _equal(one: Any, other: Any) -> bool:
         return type(one) is type(other) and isinstance(one, _PLAIN) and one == other
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    return torch.equal(one.detach().cpu(), other.detach().cpu())
+    one, other = one.detach().cpu(), other.detach().cpu()
+    if torch.equal(one, other):
+        return True
+    # A copy of a NaN, which is why a loop leaves out a backward(), is equal to it here.
+    fractions = one.is_floating_point() or one.is_complex()
+    return fractions and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _words(path: Any) -> str:

@@ -138,6 +138,7 @@ class Residence:
     def give_up(self) -> None:
         """End the iteration where it is; updates that were made stay, and the host then holds the current values."""
         self.turns.given_up()
+        self.preparer.user_code.forget()
         self.truth.host.totals.clear()
         variant, self.active = self.active, None
         if variant is None:

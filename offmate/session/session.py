@@ -217,12 +217,12 @@ class Session:
         under_way = self.orders.under_way
         if under_way is None or self.turns.turn is Turn.STEP:
             return None
-        if not call.trains or self.turns.turn is not Turn.BACKWARD:
+        if self.turns.turn is not Turn.BACKWARD:
             return under_way
-        if under_way.expects(call):
+        if call.trains and under_way.expects(call):
             assert self.updates is not None
             leave_out(self.residence, self.orders, self.updates.speculates)
-        elif not self.turns.backwards:
+        elif not self.turns.backwards and (call.trains or under_way.ends_update):
             if under_way.ran_ahead:
                 log.warning(
                     "a forward is dropped without backward(). It had run together with those of the other "

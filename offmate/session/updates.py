@@ -222,10 +222,9 @@ class Updates:
         self.turns.dropped(names)
 
     def _drop(self) -> None:
-        early = self.turns.micro_batches if self.turns.waits else 0
+        early = self.turns.backwards if self.turns.waits else 0
         if early:
-            dropped = self.turns.backwards
-            log.info("zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", dropped)
+            log.info("zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", early)
             under_way = self.orders.under_way
             if under_way is not None and under_way.ran_ahead:
                 log.warning(

@@ -120,17 +120,17 @@ class Gradients:
         """Add a gradient to its total on the device, unless its micro-batch is left out."""
         contents, gradient = self._contents, items.gradient(name)
         grad, total = contents.grads.pop(f"param:{name}", None), contents.totals[name].read()
-        if grad is None:
-            self._norms.of_total(name)
-            return
-        if name in self._unbegun:
+        if grad is not None and name in self._unbegun:
             total.copy_(grad)
             self._unbegun.discard(name)
-        else:
+        elif grad is not None:
             total.add_(grad)
-        contents.grad_leaving.pop(name, None)  # the host's copy, if there was one, lacks this gradient
-        self._norms.of_total(name)
-        self._device.ledger.remove(gradient.kind.prefix, self._sizes[gradient])
+        # The host's copy, if there was one, lacks this gradient, or is not unscaled as the device's is.
+        contents.grad_leaving.pop(name, None)
+        if name not in self._unbegun:
+            self._norms.of_total(name)
+        if grad is not None:
+            self._device.ledger.remove(gradient.kind.prefix, self._sizes[gradient])
 
     def accumulate_on_host(self, name: str) -> None:
         """Start the addition of a gradient that was sent to its total on the host; the first one is the total."""

@@ -16,7 +16,7 @@ from offmate import ProtocolError
 from ...accelerator.loops import on_sim
 from ...fuzz.figures import from_hardware_file
 from ...runtime.replay.order import watched
-from ..loops import batch, plain
+from ..loops import CPU_BUDGET, adamw, batch, plain
 from .speculating import own_cores
 from .test_by_block import (
     AMPLE,
@@ -29,7 +29,7 @@ from .test_by_block import (
     tied,
     words,
 )
-from .test_passes import least_budget, passes
+from .test_passes import least_budget, passes, returning
 
 LEFT_OUT = [{0}, {2}, {4}, {0, 1}, {2, 3}, {0, 1, 2, 3}, {1, 2, 3, 4}, {0, 4}]
 WAYS = ["first", "within", "last", "a pass", "another pass", "all but the last", "all but the first", "first and last"]
@@ -149,6 +149,47 @@ def test_gradients_are_unscaled_and_a_step_is_skipped() -> None:
     assert_alike(*ways[1][:2], *ways[0][:2])
 
 
+def plain_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+
+
+@pytest.mark.parametrize("make_optimizer", [optimizer_of, plain_adamw], ids=["fused", "not fused"])
+@pytest.mark.parametrize("clip", [None, float("inf"), 0.05])
+def test_totals_that_return_are_unscaled_where_they_are_used(
+    make_optimizer: Callable[[Any], Any], clip: float | None
+) -> None:
+    """All of the last pass is left out: nothing is added to totals that have come back from RAM."""
+    data, left_out, ways = words(4 * MICRO_BATCHES), {4}, []
+    for ours in (False, True):
+        model, scaler = tied(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer: Any = make_optimizer(model)
+        if ours:
+            settings: dict[str, Any] = {"config": passes(2), "grad_scaler": scaler}
+            settings |= {} if clip is None else {"max_grad_norm": clip}
+            example, again = tied(), make_optimizer
+            budget = offmate.plan(
+                example, AMPLE, example_inputs=data[0], optimizer=again(example), device="emulated",
+                cpu_budget=CPU_BUDGET, accumulation_steps=MICRO_BATCHES, **settings,
+            ).least_budget_bytes  # fmt: skip
+            offmate.compile(
+                model, budget, optimizer=optimizer, device="emulated", cpu_budget=CPU_BUDGET,
+                accumulation_steps=MICRO_BATCHES, **settings,
+            )  # fmt: skip
+        for i, one in enumerate(model.offmate.batches(data) if ours else data):  # type: ignore[operator, union-attr]
+            loss = model(**one)["loss"]
+            if i % MICRO_BATCHES not in left_out:
+                scaler.scale(loss).backward()
+            if i % MICRO_BATCHES == MICRO_BATCHES - 1:
+                if clip is not None and not ours:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        ways.append((model, optimizer))
+    assert_alike(*ways[1], *ways[0])
+
+
 @pytest.mark.parametrize("clip", [float("inf"), 1e-3], ids=["kept", "undone"])
 def test_updates_before_the_gate(clip: float) -> None:
     data = numbers(4 * MICRO_BATCHES)
@@ -163,26 +204,160 @@ def test_updates_before_the_gate(clip: float) -> None:
     assert any(action.kind is Kind.SPECULATE_CPU for action in model.offmate.plan.schedule.actions)
 
 
-def test_on_the_simulated_accelerator(sim: ModuleType) -> None:
-    """Copies and computes are late there, each in its stream."""
-    config, expected = passes(2), plain()
-    data = [batch(number) for number in range(6 * MICRO_BATCHES)]
+@pytest.mark.parametrize("percent", [None, 100])
+@pytest.mark.parametrize("updates", ["host", "device"])
+def test_on_the_simulated_accelerator(sim: ModuleType, updates: str, percent: int | None) -> None:
+    """Copies and computes are late there, each in its stream; two passes are left out."""
+    left_out = {0, 1, 4}
+    config, expected = passes(2, updates=updates), plain()
+    data = [batch(number) for number in range(4 * MICRO_BATCHES)]
     settings: dict[str, Any] = {"max_grad_norm": 0.05, "accumulation_steps": MICRO_BATCHES, "config": config}
     with (
         from_hardware_file(workspaces=True),
         watched(sim) as order,
-        on_sim(None, cache_dir=None, inputs=batch(0), **settings) as loop,
+        on_sim(percent, cache_dir=None, inputs=batch(0), **settings) as loop,
     ):
         sim.set_delays(1, 50)
-        ours = trained(loop.model, loop.optimizer, loop.model.offmate.batches(data), {0, 1, 4})
+        ours = trained(loop.model, loop.optimizer, loop.model.offmate.batches(data), left_out)
         sim.set_delays(0, 0)
-        theirs = trained(expected.model, expected.optimizer, data, {0, 1, 4}, 0.05)
+        theirs = trained(expected.model, expected.optimizer, data, left_out, 0.05)
         found = loop.model.state_dict()
         assert loop.model.offmate.plan.schedule.per_step == 2
         for name, value in expected.model.state_dict().items():
             assert torch.equal(found[name].cpu(), value), name
     assert ours == theirs
     assert not order.races
+
+
+class Wide(torch.nn.Module):
+    """Layers whose inputs take so much memory that totals have to leave between passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
+        self.head = torch.nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return {"loss": torch.nn.functional.cross_entropy(self.head(x), y)}
+
+
+def wide() -> Wide:
+    torch.manual_seed(0)
+    return Wide()
+
+
+@pytest.mark.parametrize("left_out", [{4}, {0, 1}], ids=["the last pass", "the first pass"])
+@pytest.mark.parametrize("percent", [100, 112])
+def test_totals_that_return_to_the_accelerator_are_used_there(
+    sim: ModuleType, percent: int, left_out: set[int]
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    data = [
+        {"x": torch.randn(256, 64, generator=generator), "y": torch.randint(0, 4, (256,), generator=generator)}
+        for _ in range(2 * MICRO_BATCHES)
+    ]
+    reference = wide()
+    theirs = adamw(reference)
+    expected = trained(reference, theirs, data, left_out)
+    settings: dict[str, Any] = {"accumulation_steps": MICRO_BATCHES, "config": passes(2, updates="device")}
+    with from_hardware_file(), on_sim(percent, cache_dir=None, model=wide(), inputs=data[0], **settings) as loop:
+        assert trained(loop.model, loop.optimizer, loop.model.offmate.batches(data), left_out) == expected
+        assert returning(loop.model.offmate.plan.schedule) > 0
+        found = loop.model.state_dict()
+        for name, value in reference.state_dict().items():
+            assert torch.equal(found[name].cpu(), value), name
+
+
+def test_zero_grad_clears_nothing_where_none_has_come() -> None:
+    """As in plain PyTorch: the update goes on, with the random numbers and buffers of its forwards."""
+    data, found = words(2 * MICRO_BATCHES), []
+    for first in (1, 2):
+        for ours in (False, True):
+            model: Any = tied(dropout=0.2, norm=True)
+            optimizer: Any = optimizer_of(model)
+            if ours:
+                model, optimizer = compiled(model)
+            torch.manual_seed(3)
+            losses = []
+            for i, one in enumerate(model.offmate.batches(data) if ours else data):
+                number = i % MICRO_BATCHES
+                loss = model(**one)["loss"]
+                losses.append(loss.item())
+                if number == 1:
+                    optimizer.zero_grad()
+                if number >= first:
+                    loss.backward()
+                if number == MICRO_BATCHES - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append((losses, model, optimizer))
+        assert found[-1][0] == found[-2][0]
+        assert_alike(*found[-1][1:], *found[-2][1:])
+
+
+def test_a_loss_that_is_not_a_number() -> None:
+    """The loop hands over copies of its batches, as `batch.to(device)` makes them."""
+    data = numbers(2 * MICRO_BATCHES)
+    data[1]["x"][0, 0] = data[4]["x"][2, 1] = float("nan")
+    ways = []
+    for ours in (False, True):
+        model: Any = plain().model
+        optimizer: Any = optimizer_of(model)
+        if ours:
+            model, optimizer = compiled(model)
+        skipped = 0
+        for i, one in enumerate(model.offmate.batches(data) if ours else data, 1):
+            loss = model(**{name: tensor.clone() for name, tensor in one.items()})["loss"]
+            if torch.isfinite(loss):
+                loss.backward()
+            else:
+                skipped += 1
+            if i % MICRO_BATCHES == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert skipped == 2
+        ways.append((model, optimizer))
+    assert_alike(*ways[1], *ways[0])
+
+
+def test_a_budget_of_code_outside_is_kept_where_an_update_is_left_out() -> None:
+    """What offmate itself brings home then is not counted as the user's."""
+    data = numbers(3 * MICRO_BATCHES)
+    config = passes(2, gradients_into=("scores",), updates="host")
+    budget = int(1.02 * least_budget(data[0], plain().model, config, max_grad_norm=1e6))
+    model, optimizer = compiled(plain().model, budget, config=config, max_grad_norm=1e6)
+    reference = plain().model
+    theirs = optimizer_of(reference)
+    for one, own, batches in ((reference, theirs, iter(data)), (model, optimizer, model.offmate.batches(data))):
+        for i, inputs in enumerate(batches):
+            loss = torch.nn.functional.cross_entropy(one(**inputs)["scores"], inputs["y"])
+            if i >= MICRO_BATCHES:
+                loss.backward()
+            if i % MICRO_BATCHES == MICRO_BATCHES - 1:
+                if i >= MICRO_BATCHES:
+                    own.step()
+                own.zero_grad()
+    assert_alike(model, optimizer, reference, theirs)
+
+
+def test_an_evaluation_after_an_update_that_is_left_out() -> None:
+    """There is nothing to step, and nothing under way."""
+    data = numbers(2 * MICRO_BATCHES)
+    model, optimizer = compiled(plain().model)
+    reference = plain().model
+    theirs = optimizer_of(reference)
+    for one, own, batches in ((reference, theirs, iter(data)), (model, optimizer, model.offmate.batches(data))):
+        for i, inputs in enumerate(batches):
+            loss = one(**inputs)["loss"]
+            if i == MICRO_BATCHES - 1:
+                with torch.no_grad():
+                    assert one(**data[0])["loss"].isfinite()
+            if i >= MICRO_BATCHES:
+                loss.backward()
+        own.step()
+    assert_alike(model, optimizer, reference, theirs)
 
 
 # -- the rules --------------------------------------------------------------------------------------------------------
