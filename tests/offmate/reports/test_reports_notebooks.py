@@ -52,4 +52,4 @@ def test_it_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("MPLBACKEND", "agg")
     said = tmp_path / "said.txt"
-    assert warm.run(said, run_cells, path, limit_s=300) == 0, said.read_text()
+    assert warm.run(said, run_cells, path, limit_s=900) == 0, said.read_text()
