@@ -9,7 +9,6 @@ measured from outside, and whether the losses are plain PyTorch's, bit for bit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -24,7 +23,7 @@ from rich.table import Table
 import offmate
 
 from .overhead import machine
-from .own_processes import in_a_process, memory_now, start_to_measure, stop_to_measure
+from .own_processes import in_a_process, memory_now, read_arguments, start_to_measure, stop_to_measure
 
 _GPU_BUDGET_BYTES = 220 << 20
 _WAYS = ("plain", "plenty", "files")
@@ -33,12 +32,7 @@ _TOKENS = 48
 
 def main() -> None:
     """Train in each way, print the table, write it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--way", choices=_WAYS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = read_arguments(__doc__, _WAYS, steps=6)
     checkpoint = arguments.dir / "frozen-files"
     if arguments.way:
         print(json.dumps(_trained(checkpoint, arguments.way, arguments.steps)))

@@ -14,15 +14,13 @@ The published gains are those of whole iterations on the paper's machines. Bits 
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from .overhead import machine
-from .own_processes import in_a_process
+from .own_processes import in_a_process, read_arguments
 from .states_in_files import RATES, Way, trained
 
 _GPU_BYTES = 200 << 20
@@ -41,12 +39,7 @@ _PUBLISHED = {"+ no flushed gradients": "up to 1.6", "+ second path": "2.5"}
 
 def main() -> None:
     """Train in each way, print the table, write it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--way", choices=_WAYS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = read_arguments(__doc__, _WAYS, steps=4)
     if arguments.way:
         print(json.dumps(trained(arguments.dir, _WAYS[arguments.way], arguments.steps)))
         return

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,21 @@ def start_to_measure() -> None:
 def stop_to_measure() -> None:
     """End what `start_to_measure` has begun."""
     print(_STOP, flush=True)
+
+
+def read_arguments(words: str | None, ways: Iterable[str], *, steps: int) -> argparse.Namespace:
+    """Read a benchmark's command line: its folder, steps, file for figures, and in a process of its own its way.
+
+    Parameters
+    ----------
+    words: say what it does. steps: that are usual.
+    """
+    parser = argparse.ArgumentParser(description=words)
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--way", choices=tuple(ways), help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def in_a_process(name: str, arguments: argparse.Namespace, way: str) -> dict[str, Any]:

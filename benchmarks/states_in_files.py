@@ -12,7 +12,6 @@ parameters; it is counted to what is planned.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import json
@@ -34,7 +33,7 @@ import offmate
 from offmate.session import state_storage
 
 from .overhead import machine
-from .own_processes import in_a_process, memory_now, start_to_measure, stop_to_measure
+from .own_processes import in_a_process, memory_now, read_arguments, start_to_measure, stop_to_measure
 
 _TOKENS = 32
 RATES = {"fast": 600e6, "slow": 200e6}  # bytes per second of each path, of reads and writes in turns
@@ -42,12 +41,7 @@ RATES = {"fast": 600e6, "slow": 200e6}  # bytes per second of each path, of read
 
 def main() -> None:
     """Train in each way, print the table, write it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--way", choices=_WAYS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = read_arguments(__doc__, _WAYS, steps=4)
     if arguments.way:
         print(json.dumps(trained(arguments.dir, _WAYS[arguments.way], arguments.steps)))
         return
