@@ -14,6 +14,7 @@ import torch
 from ..api import compile as compile_model
 from ..config import Config
 from ..errors import OffmateError
+from ..plans.plan import Plan
 from .subject import SEED, Batch, Subject
 
 STEPS = 3
@@ -55,7 +56,7 @@ class Verdict:
     ----------
     outcome: what was found. words: why and where, empty if the numbers are equal.
     budget: "ample" or "least", where it was found; empty if both budgets are equal or nothing ran.
-    least_budget_bytes, ample_peak_bytes: of the plans, where they were made.
+    least_budget_bytes, ample_peak_bytes: the largest of the batches' plans, where they were made.
     n_parameters: of the model, where it could be built.
     trace: the traceback of an error that is not offmate's own.
     """
@@ -97,13 +98,15 @@ def check(
         gc.collect()
         model = subject.built()
         try:
-            run, plan = _within(subject, model, AMPLE_BYTES if least_bytes is None else least_bytes, steps, device)
+            run, plans = _within(subject, model, AMPLE_BYTES if least_bytes is None else least_bytes, steps, device)
         except OffmateError as error:
             found = Verdict(Outcome.REFUSED, str(error))
         except Exception as error:
             found = Verdict(Outcome.FAILED, _first_line(error), trace=traceback.format_exc())
         else:
-            least_bytes, peaks[budget] = plan.least_budget_bytes, plan.predicted_peak_bytes
+            # Batches that take other branches, such as other experts of a router, have plans of their own.
+            least_bytes = max(plan.least_budget_bytes for plan in plans)
+            peaks[budget] = max(plan.predicted_peak_bytes for plan in plans)
             words = difference(plain, run)
             if not words:
                 del model
@@ -115,8 +118,8 @@ def check(
     return Verdict(Outcome.EQUAL, "", "", least_bytes, peaks.get("ample"), n_parameters)
 
 
-def _within(subject: Subject, model: Any, budget_bytes: int, steps: int, device: str) -> tuple[Run, Any]:
-    """Train within a budget. Returns: the numbers and the plan. Raises: OffmateError, or whatever goes wrong."""
+def _within(subject: Subject, model: Any, budget_bytes: int, steps: int, device: str) -> tuple[Run, list[Plan]]:
+    """Train within a budget. Returns: the numbers, and each step's plan. Raises: OffmateError, or what goes wrong."""
     optimizer = subject.optimizer(model)
     model = compile_model(
         model,
@@ -126,11 +129,18 @@ def _within(subject: Subject, model: Any, budget_bytes: int, steps: int, device:
         cpu_budget=_HOST_BYTES if device == "emulated" else None,
         config=Config(cache_dir=None),
     )
-    run = _trained(subject, model, optimizer, steps)
-    return run, model.offmate.plan
+    plans: list[Plan] = []
+    run = _trained(subject, model, optimizer, steps, lambda: plans.append(model.offmate.plan))
+    return run, plans
 
 
-def _trained(subject: Subject, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, steps: int) -> Run:
+def _trained(
+    subject: Subject,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    steps: int,
+    after_each: Callable[[], None] = lambda: None,
+) -> Run:
     """Train a model as any loop does, and return its numbers."""
     losses = []
     batches = subject.batches(steps)
@@ -148,6 +158,7 @@ def _trained(subject: Subject, model: torch.nn.Module, optimizer: torch.optim.Op
             # This one computes losses again as it searches along a line.
             optimizer.step(compute) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
             optimizer.zero_grad()
+        after_each()
     random_state = torch.get_rng_state()
     tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if optimizer is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -40,29 +40,29 @@ def _with_gradients(traced: Traced) -> set[str]:
     return found
 
 
-def gradients_alone(low: Low) -> Low:
+def _gradients_alone(low: Low) -> Low:
     """Return those whose gradients may leave in the lower precision, without copies."""
     return {name: one for name, one in low.items() if one.gradient}
 
 
-def further(low: Low, request: Request, fastest: Callable[[], Plan | None]) -> Iterator[Low]:
-    """Yield what else may be faster: copies of all parameters, then of what the host updates.
+def always_tried(low: Low, request: Request) -> list[Low]:
+    """List what may be faster at any budget: what surely gains, then copies of all parameters."""
+    return [_gradients_alone(low), *([_copied(low, low)] if _may_copy(low, request) else [])]
 
-    A pass that runs several micro-batches in turn reads a weight as often as one that runs one. Copies were not seen to
-    gain much there.
 
-    Parameters
-    ----------
-    fastest: returns the fastest plan found so far, None if there is none.
+def copies_on_host(low: Low, request: Request, fastest: Plan) -> Low | None:
+    """Return copies of only those parameters that the fastest plan updates on the host, if these are some but not all.
+
+    Their parameters then stay there, while one that the device updates takes its copy along: 14 bytes for 12.
     """
-    if not low or not request.config.low_copies or request.storage is not None or request.per_step > 1:
-        return
-    yield _copied(low, low)
-    # Their parameters then stay there, while one that the device updates takes its copy along: 14 bytes for 12.
-    plan = fastest()
-    hosted = low.keys() & plan.split.host if plan is not None else frozenset[str]()
-    if 0 < len(hosted) < len(low):
-        yield _copied(low, hosted)
+    hosted = low.keys() & fastest.split.host
+    return _copied(low, hosted) if _may_copy(low, request) and 0 < len(hosted) < len(low) else None
+
+
+def _may_copy(low: Low, request: Request) -> bool:
+    # A pass that runs several micro-batches in turn reads a weight as often as one that runs one. Copies were not seen
+    # to gain much there.
+    return bool(low) and request.config.low_copies and request.storage is None and request.per_step == 1
 
 
 def _copied(low: Low, names: Collection[str]) -> Low:

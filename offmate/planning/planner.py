@@ -37,7 +37,7 @@ from .describe import described
 from .elsewhere import as_elsewhere
 from .fingerprint import differences, fingerprint_of
 from .garbage import fewer_collections
-from .low_precision import Low, further, gradients_alone, of_plan, possible, words_of
+from .low_precision import Low, always_tried, copies_on_host, of_plan, possible, words_of
 from .orders import check_together
 from .phases import searching
 from .refusal import block_rows, refusal
@@ -310,13 +310,15 @@ def _fastest(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lo
         return min(found, key=lambda one: one[0].predicted_step_s)
 
     every = possible(subject.traced, subject.request, subject.updater)
-    search(gradients_alone(every))
-    for low in further(every, subject.request, lambda: fastest()[0] if found else None):
+    for low in always_tried(every, subject.request):
         search(low)
     if not found:
         raise min(refused, key=lambda error: error.least_budget_bytes or math.inf)
-    plan, lowered = fastest()
+    # What follows from a plan is not tried within a budget that allows none, whatever it needs itself.
     least = min(one.least_budget_bytes for one, _ in found)
+    if low := copies_on_host(every, subject.request, fastest()[0]):
+        search(low)
+    plan, lowered = fastest()
     return replace(plan, least_budget_bytes=least, plan_s=time.perf_counter() - start), lowered
 
 

@@ -27,7 +27,8 @@ def move(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
         return alone(planner.in_low(subject, low), *given)
 
     monkeypatch.setattr(planner, "_search", search)
-    monkeypatch.setattr(planner, "further", lambda *given: ())
+    monkeypatch.setattr(planner, "always_tried", lambda low, request: [low])
+    monkeypatch.setattr(planner, "copies_on_host", lambda *given: None)
 
 
 def moved(plan: offmate.Plan | None, way: str) -> set[str]:

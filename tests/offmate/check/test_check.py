@@ -31,6 +31,20 @@ def test_a_model_that_trains_with_the_same_numbers_is_equal() -> None:
     assert verdict.least_budget_bytes < verdict.ample_peak_bytes
 
 
+def test_the_least_budget_is_that_of_the_batch_that_needs_most() -> None:
+    """Batches of other shapes, or that a router sends to other experts, have plans of their own."""
+
+    def shrinking(step: int) -> tuple[torch.Tensor]:
+        return (torch.randn(64 >> 2 * step, 8),)
+
+    whole = check(Subject("largest", _perceptron, lambda step: (torch.randn(64, 8),)))
+    verdict = check(Subject("shrinking", _perceptron, shrinking))
+
+    assert (verdict.outcome, verdict.words) == (Outcome.EQUAL, "")
+    assert verdict.least_budget_bytes == whole.least_budget_bytes
+    assert verdict.ample_peak_bytes == whole.ample_peak_bytes
+
+
 def test_a_model_that_offmate_refuses_is_refused_with_its_words() -> None:
     class Chosen(torch.nn.Module):
         def __init__(self) -> None:

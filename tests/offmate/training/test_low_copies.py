@@ -360,6 +360,24 @@ def test_the_fastest_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.plan.predicted_step_s == min(plan.predicted_step_s for plan in (without, every, *some))
 
 
+def test_the_least_budget_is_not_one_at_which_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of what a plan updates on the host may need less, but without such a plan they are not tried."""
+    own, some = case("least", config={"updates": offmate.Split(host=("head.weight",))}), []
+    alone = planner._search
+
+    def search(subject: Any, *given: Any) -> Any:
+        plan, lowered = alone(subject, *given)
+        if plan.low.keys() == {"head.weight"}:
+            some.append(plan)
+            plan = replace(plan, least_budget_bytes=1)
+        return plan, lowered
+
+    monkeypatch.setattr(planner, "_search", search)
+    plan = check(own, AMPLE_BYTES, None).plan
+    assert plan is not None and some
+    check(own, plan.least_budget_bytes, None)
+
+
 def test_no_copies_if_they_are_not_wanted() -> None:
     """Gradients need no other memory, and leave as autocast makes them."""
     loop = Loop(True, low_copies=False)
