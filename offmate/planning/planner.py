@@ -316,8 +316,8 @@ def _fastest(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lo
         raise min(refused, key=lambda error: error.least_budget_bytes or math.inf)
     # What follows from a plan is not tried within a budget that allows none, whatever it needs itself.
     least = min(one.least_budget_bytes for one, _ in found)
-    if low := copies_on_host(every, subject.request, fastest()[0]):
-        search(low)
+    if hosted := copies_on_host(every, subject.request, fastest()[0]):
+        search(hosted)
     plan, lowered = fastest()
     return replace(plan, least_budget_bytes=least, plan_s=time.perf_counter() - start), lowered
 
