@@ -87,8 +87,11 @@ def plan(
     found = _in_time(ways[0], limits, ladder, report)
     for way in ways[1:]:
         worth = _WORTH_FILES if way.value_tiers or way.host_update_tier is None else _WORTH_HOST_UPDATES
-        if found.schedule is None or _gains_from_files(way, found, limits, worth):
-            other = _in_time(way, limits, ladder, report)
+        if found.schedule is None:
+            found = _in_time(way, limits, ladder, report)
+        elif _gains_from_files(way, found, limits, worth):
+            # RAM is full, so what is there at different times shares it.
+            other = _planned(replace(way, host_in_time=True), limits, ladder, report, found)
             found = other if found.simulation is None or _seconds(other) < _seconds(found) else found
     return found
 
@@ -121,19 +124,25 @@ def _in_time(
     report: Callable[[Gain], None] | None,
 ) -> Planned:
     """Plan, and where the host's memory is full, let what is there at different times share it."""
-    found = _planned(problem, limits, ladder, report)
-    full = found.schedule is None or found.host_is_full or fills_host(problem, found.solution)
-    if problem.host_in_time or not full or _has_little_to_share(problem, found):
+    first = _searched(_with_endless_host_memory(problem), limits, ladder, report)
+    if _would_share(problem, first):
+        in_time = _planned(replace(problem, host_in_time=True), limits, ladder, report, first)
+        return in_time if in_time.schedule is not None else _at_its_rate(problem, limits, ladder, report, first)
+    found = _at_its_rate(problem, limits, ladder, report, first)
+    if found is first or not _would_share(problem, found):
         return found
     in_time = _planned(replace(problem, host_in_time=True), limits, ladder, report, found)
     return in_time if in_time.schedule is not None else found
 
 
-def _has_little_to_share(problem: Problem, found: Planned) -> bool:
-    """Return whether hardly anything of a plan is on the host for a part of the iteration only."""
-    if found.schedule is None or found.host_is_full:
+def _would_share(problem: Problem, found: Planned) -> bool:
+    """Return whether the host's memory is full, of more than a little that is there for a part of the iteration."""
+    if problem.host_in_time:
         return False
-    return found.schedule.passing_bytes < _WORTH_SHARING * problem.host_budget_bytes
+    if found.schedule is None or found.host_is_full:
+        return True
+    little = found.schedule.passing_bytes < _WORTH_SHARING * problem.host_budget_bytes
+    return fills_host(problem, found.solution) and not little
 
 
 def planned_host(
@@ -172,10 +181,25 @@ def _planned(
     other: Planned | None = None,
 ) -> Planned:
     """Plan, first without the rate of the host's memory if it has one; `other` is as in `_searched`."""
+    ignoring = _searched(_with_endless_host_memory(problem), limits, ladder, report, other)
+    return _at_its_rate(problem, limits, ladder, report, ignoring)
+
+
+def _with_endless_host_memory(problem: Problem) -> Problem:
+    rates = problem.rates
+    return replace(problem, rates=rates.with_endless_host_memory) if rates.host_memory_shares else problem
+
+
+def _at_its_rate(
+    problem: Problem,
+    limits: Limits,
+    ladder: tuple[Refinement, ...],
+    report: Callable[[Gain], None] | None,
+    ignoring: Planned,
+) -> Planned:
+    """Plan again at the rate of the host's memory, if it has one, from a plan that ignores it."""
     if not problem.rates.host_memory_shares:
-        return _searched(problem, limits, ladder, report, other)
-    endless = replace(problem, rates=problem.rates.with_endless_host_memory)
-    ignoring = _searched(endless, limits, ladder, report, other)
+        return ignoring
     return _searched(problem, limits, where_memory_is_shared(ladder), report, ignoring)
 
 

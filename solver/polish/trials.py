@@ -20,6 +20,7 @@ _REACHES = (0.25, 0.5, 1.0, 2.0)
 _SPREADS = (2.0, 5.0, 15.0, 40.0)  # standard deviations of a shift, in entries
 _PARTS = (0.02, 0.1, 0.3, 1.0)  # fractions of the moves that get a new shift
 _MOST = 150  # trials
+_FEWEST = 50  # of long schedules there is time for a dozen; these were not seen to find anything
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,19 @@ def best_of_trials(schedule: Schedule, work: int) -> Schedule | None:
     schedule: a valid schedule as it was built; the places of moves are taken from it.
     work: effort limit: simulated actions in all trials together.
 
-    Returns: a valid schedule; None if no trial gives one.
+    Returns: a valid schedule; None if no trial gives one, or the limit allows too few to find something.
     Source: design of rounding (improvement under the simulator).
     """
+    count = min(_MOST, work // len(schedule.actions))
+    if count < _FEWEST:
+        return None
     rng = random.Random(0)
     keys = sorted({task.key for task in Unrolled(schedule, 1, {}).tasks})
     first = [_tried(schedule, reach, {}, None) for reach in _REACHES]
     best = min((trial for trial in first if trial), key=lambda trial: trial.step_s, default=None)
     if best is None:
         return None
-    for _ in range(min(_MOST, work // len(schedule.actions)) - len(_REACHES)):
+    for _ in range(count - len(_REACHES)):
         spread, part = rng.choice(_SPREADS), rng.choice(_PARTS)
         shifts = dict(best.shifts) | {key: rng.gauss(0, spread) for key in keys if rng.random() < part}
         best = _tried(schedule, rng.choice((best.reach, *_REACHES)), shifts, best) or best

@@ -28,17 +28,18 @@ def built(seed, micro_batches):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_is_valid_and_no_slower_than_the_first(seed, micro_batches):
     schedule = built(seed, micro_batches)
-    best = best_of_trials(schedule, 40 * len(schedule.actions))
+    best = best_of_trials(schedule, 50 * len(schedule.actions))
     validate(best)
     assert sorted(map(str, (a.kind for a in best.actions))) == sorted(map(str, (a.kind for a in schedule.actions)))
     assert simulate(best).step_s <= simulate(taken_in_time(schedule, 1.0)).step_s * (1 + 1e-9)
 
 
-def test_more_trials_are_never_worse_and_some_help():
+def test_shifts_are_never_worse_than_none_and_some_help():
     first, last = [], []
     for seed in range(6):
         schedule = built(seed, 0)
-        first.append(simulate(best_of_trials(schedule, 0)).step_s)
+        starts = (taken_in_time(schedule, reach) for reach in (0.25, 0.5, 1.0, 2.0))
+        first.append(min(simulate(start).step_s for start in starts if start is not None))
         last.append(simulate(best_of_trials(schedule, 60 * len(schedule.actions))).step_s)
     assert all(b <= a for a, b in zip(first, last))
     assert sum(last) < sum(first)
@@ -46,6 +47,12 @@ def test_more_trials_are_never_worse_and_some_help():
 
 def test_the_same_schedule_gives_the_same_answer():
     assert best_of_trials(built(5, 0), 5000) == best_of_trials(built(5, 0), 5000)
+
+
+def test_too_few_trials_are_not_made():
+    schedule = built(5, 0)
+    assert best_of_trials(schedule, 49 * len(schedule.actions)) is None
+    assert best_of_trials(schedule, 50 * len(schedule.actions)) is not None
 
 
 def test_a_budget_without_a_steady_order_gives_nothing():
