@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from . import items
@@ -71,8 +71,7 @@ class TensorPlan:
     states: the pieces of its optimizer state that leave and return, first rows first (device part).
     states_from: the tier that has its optimizer state, which the host updates piece by piece (CPU part); None for the
         host's own memory.
-    source: the tier that it comes from after it was released; that of a tensor that the device updates gets its new
-        values, too.
+    source: the tier that it comes from after it was released, which gets its new values, too.
     """
 
     name: str
@@ -100,12 +99,16 @@ class TensorPlan:
     @property
     def hosted(self) -> bool:
         """Return whether the host holds a copy of the tensor's values."""
-        return self.cpu or (self.source == HOST and self.has_copy)
+        return self.source == HOST and (self.cpu or self.has_copy)
 
     @property
     def has_copy(self) -> bool:
-        """Return whether a tier beside the device needs a copy of the tensor's values."""
+        """Return whether a tier beside the device needs a copy of the values that it has on the device."""
         return self.out is not None or self.leaves
+
+    def updated_from(self, tier: str, *, with_values: bool) -> TensorPlan:
+        """Return the plan with its state, which the host updates, on a tier; with or without the parameter's values."""
+        return replace(self, states_from=tier, source=tier if with_values else self.source)
 
 
 @dataclass(frozen=True)

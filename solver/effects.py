@@ -177,9 +177,10 @@ def _stages(tensor: str, schedule: Schedule, log_s: float) -> Iterator[Stage]:
     rates, own = schedule.rates, schedule.states[tensor]
     total = sum(schedule.item_bytes[item] for item in own)
     for item in own:
-        size, path = schedule.item_bytes[item], schedule.path_of(item)
+        size, path = schedule.passing_bytes_of(item), schedule.path_of(item)
         read_s, write_s = (rates.copy_s(size, link) for link in path.links)
-        update_s = schedule.update_cpu_s[tensor] * size / total + (log_s if item == own[0] else 0.0)
+        update_s = schedule.update_cpu_s[tensor] * schedule.item_bytes[item] / total
+        update_s += log_s if item == own[0] else 0.0
         yield Stage(item, size, path.into, path.out, read_s, update_s, write_s)
 
 

@@ -138,10 +138,20 @@ class Problem(InPasses):
         return self.host_update_tier is not None and group.in_pieces_on_host and group.state_bytes > 0
 
     @property
+    def values_beside_states(self) -> bool:
+        """Whether parameters whose states the host updates from files lie there, too, and are updated with them.
+
+        Before the gate the host's memory has to keep their old values, so it keeps the new ones as well.
+        """
+        tier = self.host_update_tier
+        return tier is not None and tier.for_parameters and not self.speculates
+
+    @property
     def ring_bytes(self) -> int:
         """Bytes of the host's memory through which states pass that it updates from files."""
         groups = [group for group in self.groups if group.trainable and self.may_update_from_files(group)]
-        return RING_PIECES * max((t.largest_piece_bytes for group in groups for t in group.tensors), default=0)
+        passing = (t.passing_bytes(self.values_beside_states) for group in groups for t in group.tensors)
+        return RING_PIECES * max(passing, default=0)
 
     @property
     def with_host_updates_in_ram(self) -> Problem:

@@ -89,10 +89,10 @@ class TensorSize:
         """The rows of every piece of its state, as half-open ranges."""
         return tuple((row, min(row + self.piece_rows, self.rows)) for row in range(0, self.rows, self.piece_rows))
 
-    @property
-    def largest_piece_bytes(self) -> int:
-        """Bytes of the largest piece of its state."""
-        return self.piece_bytes(self.pieces[0])
+    def passing_bytes(self, with_values: bool) -> int:
+        """Return the bytes of the largest piece of its state, with or without the parameter's own rows."""
+        first, end = self.pieces[0]
+        return self.piece_bytes((first, end)) + self.param_bytes * (end - first) // self.rows * with_values
 
     @property
     def log_bytes(self) -> int:

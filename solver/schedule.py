@@ -158,8 +158,18 @@ class Schedule(InPasses):
     @property
     def ring_bytes(self) -> int:
         """Bytes of the host's memory through which these states pass, one piece after another."""
-        pieces = (self.item_bytes[i] for name in self.updated_from_files for i in self.states[name])
-        return RING_PIECES * max(pieces, default=0)
+        return RING_PIECES * max(map(self.passing_bytes_of, self.pieces_updated_from_files), default=0)
+
+    @property
+    def pieces_updated_from_files(self) -> tuple[Item, ...]:
+        """The items of these states."""
+        return tuple(item for name in sorted(self.updated_from_files) for item in self.states[name])
+
+    def passing_bytes_of(self, item: Item) -> int:
+        """Return the bytes that pass the host for an item of these states: the parameter's rows, too, if in files."""
+        values = Item(ItemKind.PARAMETER, item.name)
+        own = self.share_of_state(item, self.item_bytes[values]) if values in self.homes else 0
+        return self.item_bytes[item] + own
 
     @cached_property
     def trained_homes(self) -> frozenset[Item]:
@@ -172,14 +182,15 @@ class Schedule(InPasses):
     def parameters_in_files(self) -> frozenset[str]:
         """The trained parameters that have their homes in files, and not in RAM.
 
-        As soon as any of them leaves to files, RAM is short. So all have their homes there but those that the host
-        updates and those that leave to RAM. One that is always on the device is written when somebody reads it.
+        As soon as any of them leaves to files, RAM is short. So all have their homes there but those that leave to RAM
+        and those that the host updates there. One that is always on the device is written when somebody reads it.
         """
         if not self.trained_homes:
             return frozenset()
         moving = (Kind.OFFLOAD, Kind.PREFETCH)
         to_ram = {a.item for a in self.actions if a.kind in moving and a.item not in self.homes}
-        return frozenset(self.update_device_s) - items_named(to_ram, ItemKind.PARAMETER)
+        by_host = items_named(self.trained_homes, ItemKind.PARAMETER) & self.update_cpu_s.keys()
+        return frozenset(self.update_device_s) - items_named(to_ram, ItemKind.PARAMETER) | by_host
 
     @cached_property
     def values_in_files(self) -> frozenset[Item]:

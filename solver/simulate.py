@@ -251,7 +251,7 @@ class DryRun:
     def _update_from_files(self, action: Action, does: Effect, waits: list[Job]) -> None:
         """Submit an update on the host whose state passes the ring, piece by piece, after those submitted before."""
         assert does.resource is not None
-        job = self._updated
+        job = written = self._updated
         for stage in does.stages:
             free = [self._ring.popleft()] if len(self._ring) == RING_PIECES else []
             read = self.machine.submit(
@@ -263,9 +263,9 @@ class DryRun:
             self.jobs += [(action, read), (action, job), (action, written)]
             self._ring.append(written)
             self.on_host[stage.item] = written
-        assert job is not None
-        self._updated = job
-        self.on_host.update(dict.fromkeys(does.host_writes, job))
+        assert job is not None and written is not None
+        self._updated, in_files = job, self.schedule.homes.keys()
+        self.on_host.update((item, written if item in in_files else job) for item in does.host_writes)
         self.used_up.update(dict.fromkeys(does.host_reads, job))
 
 

@@ -48,6 +48,7 @@ def _external(problem: Problem, group: Group, span: Span, builder: Builder, acco
     comes = coming_steps(problem, span.idle[span.idle.index(barrier) + 1 :])
     grad_out = flow(builder, f"GradOut[{name}]", span.idle, leaves, WHOLE)
     back = flow(builder, f"ParInC[{name}]", span.idle, comes, WHOLE)
+    come(group.param_bytes, back, account, copies=group.param_copies)
     _count_cpu_part(problem, group, span, WHOLE, grad_out, back, account)
     account.keep(group.grad_bytes, WHOLE)  # until the user's code lets go of it
     account.keep(group.param_bytes, WHOLE)
@@ -64,14 +65,22 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     grad_out = flow(builder, f"GradOut[{name}]", idle, leaving_steps(problem, idle, 2), x)
     stored = add_stored_part(problem, group, x, builder, account)
     in_ram = add((1.0, x), (-1.0, stored)) if stored else x
+    away = stored if problem.values_beside_states else NONE  # what has no values in RAM either
     steps = updating_steps(problem, group, before_use[:-1])
     in_place = update = flow(builder, f"Opt[{name}]", idle, steps, in_ram)
+    returns = coming_steps(problem, before_use[before_use.index(problem.first_return(group)) :])
+    values = add((1.0, x), (-1.0, away)) if away else x
+    cpu_back = flow(builder, f"ParInC[{name}]", idle, returns, values)
+    come(group.param_bytes, cpu_back, account, copies=group.param_copies)
     if stored:
-        update = in_place.plus(add_updates_from_files(problem, group, span, steps, stored, builder, account))
-    returns = before_use[before_use.index(problem.first_return(group)) :]
-    cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(problem, returns), x)
+        from_files = add_updates_from_files(problem, group, span, steps, stored, builder, account)
+        update = in_place.plus(from_files)
+        if away:
+            follows(builder, f"ParInC after Opt[{name}]", cpu_back, in_place)
+            cpu_back = cpu_back.plus(_values_from_files(problem, group, idle, returns, from_files, builder, account))
     follows(builder, f"Opt after GradOut[{name}]", update, grad_out)
-    follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
+    if not away:
+        follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
     count_updates(problem, group, in_place, group.cpu_log_s, account)
     _count_cpu_part(problem, group, span, x, grad_out, cpu_back, account)
     lead_out = lead_back = None
@@ -91,9 +100,9 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     paths = (problem.rates.host, *(tier.path for tier in problem.parameter_tiers))
     departures = tuple(_departure(problem, group, path, after_update, builder) for path in paths)
     to_host, *others = departures
-    hosted = add((1.0, x), (1.0, to_host.part))
+    hosted = add((1.0, values), (1.0, to_host.part))
     copies = ((1.0, one.part) for one in others)  # each whole tensor has one place off the device
-    builder.at_most_zero(f"host copy[{name}]", add((1.0, hosted), *copies, (-1.0, WHOLE)))
+    builder.at_most_zero(f"host copy[{name}]", add((1.0, x), (1.0, to_host.part), *copies, (-1.0, WHOLE)))
     account.keep(group.param_bytes, hosted)
     rest = add((1.0, WHOLE), (-1.0, x))
     account.spend(Resource.COMPUTE, span.end, group.norm_s, WHOLE)
@@ -110,12 +119,31 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     if problem.sums_on_device:
         lead_out, lead_back = add_sums_on_device(problem, group, span, (x, wait), builder, account)
     states = add_states(problem, group, updated, x, builder, account)
-    sources = [Source(one.path, one.part if one is not to_host else hosted, one.part) for one in departures]
-    away = _others(problem, group, span.between, sources, builder, account)
+    of_host = {HOST: values} | ({problem.host_update_tier.name: away} if away and problem.host_update_tier else {})
+    sources = [Source(o.path, add((1.0, of_host.get(o.path.tier, NONE)), (1.0, o.part)), o.part) for o in departures]
+    gaps = _others(problem, group, span.between, sources, builder, account)
     several = tuple(sources) if others else ()
     return GroupColumns(
-        x, grad_out, lead_out, lead_back, update, cpu_back, departures, wait, states, away, several, stored
+        x, grad_out, lead_out, lead_back, update, cpu_back, departures, wait, states, gaps, several, stored
     )  # fmt: skip
+
+
+def _values_from_files(
+    problem: Problem,
+    group: Group,
+    idle: tuple[int, ...],
+    returns: tuple[int, ...],
+    updates: Flow,
+    builder: Builder,
+    account: Account,
+) -> Flow:
+    """Add the new values of what the host updates in files, which come from there."""
+    tier = problem.host_update_tier
+    assert tier is not None
+    back = flow(builder, f"ParInF[{group.name}]", idle, returns, updates.total)
+    follows(builder, f"ParInF after OptF[{group.name}]", back, updates)
+    come(group.param_bytes, back, account, tier.path.into, copies=group.param_copies)
+    return back
 
 
 def _departure(
@@ -146,7 +174,6 @@ def _count_cpu_part(
 ) -> None:
     """Count the CPU part: its gradient until it is out, its new parameters once in, its copies and host bytes."""
     leave(group.grad_bytes, span.end, grad_out, account, copies=group.grad_copies)
-    come(group.param_bytes, cpu_back, account, copies=group.param_copies)
     account.hold_over(span.idle[1:], group.grad_bytes, x)
     account.hold_sums(span.idle[1:], -group.grad_bytes, grad_out.prior)
     account.hold_sums(span.idle[1:], group.param_bytes, cpu_back.sums)

@@ -63,13 +63,14 @@ def add_updates_from_files(
     """
     tier = problem.host_update_tier
     assert tier is not None
+    passing_bytes = group.state_bytes + group.param_bytes * problem.values_beside_states
     update = flow(builder, f"OptF[{group.name}]", span.idle, steps, stored)
     count_updates(problem, group, update, group.param_log_s, account)
     for step, part in update.each():
         for link in tier.path.links:
-            account.move(link, step, group.state_bytes, part, copies=group.state_copies, ends_on_host=True)
+            account.move(link, step, passing_bytes, part, copies=group.state_copies, ends_on_host=True)
     account.keep(-group.state_bytes, stored)
-    account.keep(group.state_bytes, stored, tier.name)
+    account.keep(passing_bytes, stored, tier.name)
     if problem.speculates:
         count_log(problem, group.param_bytes, span.idle, update, account)
         account.keep(group.state_bytes, update.before(problem.first_turn_around), tier.name)

@@ -84,7 +84,7 @@ def _round_group(
     if group.trainable:
         plans = _idle_gap(problem, group, flow, allowance, plans, excess_s, most)
         plans = stored.choose(problem, group, flow, plans)
-        may_leave = {t.name: t.param_bytes for t, p in zip(group.tensors, plans) if p.hosted}
+        may_leave = {t.name: t.param_bytes for t, p in zip(group.tensors, plans) if p.cpu or p.has_copy}
     else:
         sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}
         may_leave = {name: sizes[name] for name in select(sizes, min(most, group.param_bytes))}

@@ -58,7 +58,8 @@ def _updated_from(problem: Problem, decisions: Decisions, files: Tier, over_byte
     Returns: None if none can go.
     """
     groups = [group for group in problem.groups if group.trainable and problem.may_update_from_files(group)]
-    sizes = {tensor.name: tensor.state_bytes for group in groups for tensor in group.tensors}
+    beside = problem.values_beside_states
+    sizes = {t.name: t.state_bytes + t.param_bytes * beside for group in groups for t in group.tensors}
     by_name = {group.name: group for group in groups}
     on_host = [plan for plan in decisions.tensors if plan.cpu and sizes.get(plan.name)]
     slots = {p.name: 1 + problem.is_logged(by_name[p.group], p.cpu_update or 0) for p in on_host}
@@ -69,7 +70,7 @@ def _updated_from(problem: Problem, decisions: Decisions, files: Tier, over_byte
     going = select(here, min(over_bytes, sum(here.values())))
     if not going or there + sum(here[name] for name in going) > files.capacity_bytes:
         return None
-    tensors = (replace(plan, states_from=files.name) if plan.name in going else plan for plan in decisions.tensors)
+    tensors = (p.updated_from(files.name, with_values=beside) if p.name in going else p for p in decisions.tensors)
     return replace(decisions, tensors=tuple(tensors))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..decisions import TensorPlan
 from ..problem import Group, Problem
 from ..solution import GroupFlow, Solution
@@ -49,4 +47,5 @@ class Stored:
                 self._room -= sizes[plan.name]
             else:
                 stored.add(plan.name)
-        return [replace(plan, states_from=self._tier) if plan.name in stored else plan for plan in plans]
+        beside = problem.values_beside_states
+        return [p.updated_from(self._tier, with_values=beside) if p.name in stored else p for p in plans]

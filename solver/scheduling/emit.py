@@ -186,7 +186,7 @@ def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
 
 def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
     param = items.parameter(plan.name)
-    if plan.has_copy and plan.source != HOST:
+    if (plan.cpu or plan.has_copy) and plan.source != HOST:
         emitter.homes[param] = plan.source
     for gap in plan.gaps:
         if gap.back is not None:
@@ -313,8 +313,8 @@ def host_bytes(problem: Problem, decisions: Decisions) -> int:
     used = {plan.source for plan in plans.values() if plan.has_copy} | tiers | set(decisions.value_tiers.values())
     used |= {stay.tier for stay in decisions.activations if stay is not None}
     total += sum(tier.buffers_bytes for tier in problem.rates.tiers if tier.name in used)
-    stored = [tensor.largest_piece_bytes for _, tensor, plan in trained if plan.states_from is not None]
-    total += RING_PIECES * max(stored, default=0)
+    passing = [t.passing_bytes(plan.source != HOST) for _, t, plan in trained if plan.states_from is not None]
+    total += RING_PIECES * max(passing, default=0)
     on_host = decisions.offloaded_values - decisions.value_tiers.keys()
     total += sum(v.bytes for v in problem.values if v.name in on_host)
     return total + problem.arrival_bytes
@@ -334,7 +334,8 @@ def _host_bytes_of(tensor: TensorSize, plan: TensorPlan, in_pieces: bool) -> int
         reserves the whole state for any piece, which leaves to its place in it.
     """
     if plan.cpu:
-        return tensor.param_bytes + tensor.grad_bytes + tensor.state_bytes * (plan.states_from is None)
+        state_bytes = tensor.state_bytes * (plan.states_from is None)
+        return tensor.param_bytes * plan.hosted + tensor.grad_bytes + state_bytes
     to_ram = [tensor.piece_bytes(stay.rows) for stay in plan.states if stay.tier == HOST]
     states = sum(to_ram) if in_pieces else tensor.state_bytes * bool(to_ram)
     gradient_leaves = plan.grad_back is not None or plan.lead_out is not None

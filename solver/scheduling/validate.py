@@ -115,9 +115,12 @@ def _check_home(schedule: Schedule, item: Item, home: str) -> None:
     if tier is None:
         raise ScheduleError(f"home of {item}: {home!r} is no tier beside the host")
     if items.gradient(item.name) in schedule.item_bytes:
-        by_device = item.name in schedule.update_device_s
-        why = "a trained parameter may leave only to the host or to a tier for parameters, and if the device updates it"
-        require(tier.for_parameters and by_device, f"home of {item}", why)
+        why = "a trained parameter may leave only to the host or to a tier for parameters"
+        require(tier.for_parameters, f"home of {item}", why)
+        if item.name not in schedule.update_device_s:
+            beside = any(schedule.homes.get(state) == home for state in schedule.states.get(item.name, ()))
+            why = "the host updates it, and its state is not there"
+            require(beside and item.name not in schedule.in_two_slots, f"home of {item}", why)
     else:
         why = "only a frozen parameter may come from a tier other than the host, and from one that holds it"
         require(tier.holds_frozen, f"home of {item}", why)

@@ -90,7 +90,7 @@ def test_a_read_before_its_write_is_found():
 def test_what_the_host_updates_stays_in_ram():
     _, found = planned(SEEDS[0])
     with_host = replace(found, homes={**found.homes, parameter(next(iter(found.update_cpu_s), "")): FILES})
-    with pytest.raises(ScheduleError, match=r"no such item|if the device updates it"):
+    with pytest.raises(ScheduleError, match=r"no such item|its state is not there"):
         validate(with_host)
     states_only = tuple(replace(tier, for_parameters=False) for tier in found.rates.tiers)
     with pytest.raises(ScheduleError, match="a trained parameter may leave only to the host or to a tier for"):

@@ -101,7 +101,7 @@ def test_ram_has_the_ring_and_not_the_states():
     one = max(tensors.values(), key=lambda tensor: tensor.state_bytes)
     moved = tuple(replace(p, states_from=FILES if p.name == one.name else None) for p in on_host.tensors)
     saved = host_bytes(problem, on_host) - host_bytes(problem, replace(on_host, tensors=moved))
-    assert saved == one.state_bytes - RING_PIECES * one.largest_piece_bytes - BUFFERS
+    assert saved == one.state_bytes - RING_PIECES * one.passing_bytes(False) - BUFFERS
 
 
 def test_states_without_a_tier_for_that_are_refused():
