@@ -232,9 +232,8 @@ class Plan:
 
     @property
     def updated_from_files_bytes(self) -> int:
-        """Bytes of states that the host reads from the storage paths, updates and writes back per step."""
-        there, sizes = self.schedule.updated_from_files, self.schedule.item_bytes
-        return sum(sizes[item] for name in there for item in self.schedule.states[name])
+        """Bytes that the host reads from the storage paths, updates and writes back per step."""
+        return sum(map(self.schedule.passing_bytes_of, self.schedule.pieces_updated_from_files))
 
     @property
     def stored_words(self) -> str:
@@ -285,8 +284,9 @@ class Plan:
         if self.read_bytes:
             lines.append(f"{self.read_words}; they pass RAM, which does not keep them")
         if self.updated_from_files_bytes:
-            moved = format_bytes(self.updated_from_files_bytes)
-            lines.append(f"the CPU updates {moved} of states in files, which pass RAM and do not go to the GPU")
+            moved, there = format_bytes(self.updated_from_files_bytes), self.schedule.updated_from_files
+            what = "states and parameters" if there & self.schedule.parameters_in_files else "states"
+            lines.append(f"the CPU updates {moved} of {what} in files, which pass RAM and do not go to the GPU")
         if self.schedule.second_slots_bytes:
             second = format_bytes(self.schedule.second_slots_bytes)
             lines.append(

@@ -9,6 +9,7 @@ import torch
 
 from ..runtime.devices.device import Device
 from ..runtime.devices.pinned import flat_bytes
+from ..runtime.replay.states import first_bytes
 from ..runtime.torch_names.autograd import without_torch_function
 from ..runtime.torch_names.tensors import StorageWeakRef, storage_key
 from ..solver.schedule import Schedule
@@ -50,7 +51,7 @@ def settle(schedule: Schedule, truth: Truth, device: Device) -> None:
         if name in in_files:
             memory = own.untyped_storage()
             left[storage_key(memory)] = StorageWeakRef(memory)
-            truth.move({name: _in_files(truth, name, own)})
+            truth.move({name: _in_files(truth, name, own, _starts(schedule, name, own))})
             del memory
         else:
             truth.move({name: device.pinned(device.empty_host_like(own).copy_(own))})
@@ -58,14 +59,21 @@ def settle(schedule: Schedule, truth: Truth, device: Device) -> None:
     _warn_of_older_memory(truth, left)
 
 
-def _in_files(truth: Truth, name: str, own: torch.Tensor) -> torch.Tensor:
+def _in_files(truth: Truth, name: str, own: torch.Tensor, starts: tuple[int, ...]) -> torch.Tensor:
     store, values = truth.host.store, flat_bytes(own)
     assert store is not None and values is not None, "the plan knows which parameters may leave to files"
-    moved = store.empty(f"{name}: values", own)
+    moved = store.empty(f"{name}: values", own, starts)
     place = store.bytes_of(moved)
     assert place is not None
     place.write(values, 0).synchronize()
     return moved
+
+
+def _starts(schedule: Schedule, name: str, own: torch.Tensor) -> tuple[int, ...]:
+    """Return the offsets in bytes at which the rows begin that the host updates one after another."""
+    if name not in schedule.updated_from_files:
+        return ()
+    return first_bytes(schedule.states[name], own)
 
 
 def _warn_of_older_memory(truth: Truth, left: dict[int, StorageWeakRef]) -> None:

@@ -1,4 +1,7 @@
-"""Updates on the host whose optimizer states lie in files: each piece is read, updated and written back in turn."""
+"""Updates on the host whose optimizer states lie in files: each piece is read, updated and written back in turn.
+
+The parameter's own values lie beside them, if they are in files as well.
+"""
 
 from __future__ import annotations
 
@@ -58,16 +61,24 @@ class _Piece:
     Parameters
     ----------
     homes: by part of the state, these rows in the files; empty before the first update, which makes them.
-    slot: the memory that they are read to. tensors: the same there, from its read until it has been written.
+    values: these rows of the parameter, which are in files or in RAM; in_files: whether they are in files.
+    slot: the memory that rows in files are read to. tensors, param: the same there, from its read until it has been
+        written; a parameter in RAM stays where it is.
     trial: whose update may have to be undone. updated: whether it has been updated, and is to be written.
     """
 
     item: Item
     homes: Mapping[str, torch.Tensor]
+    values: torch.Tensor
+    in_files: bool
     slot: _Slot
     trial: Trial | None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    param: torch.Tensor = field(init=False)
     updated: bool = False
+
+    def __post_init__(self) -> None:
+        self.param = self.values
 
 
 class _Slot:
@@ -92,12 +103,14 @@ class _Passing:
 
     Parameters
     ----------
-    events: of its pieces. begun: whether any has been updated. makes_state: whether it is the first update.
+    events: of its pieces. written: of their writes. begun: whether any has been updated. makes_state: whether it is the
+        first update.
     found: by item, the event of the write that it comes after. tried: whether it may be undone. before: the update
         that is then in force again.
     """
 
     events: list[Event] = field(default_factory=list)
+    written: list[Event] = field(default_factory=list)
     begun: bool = False
     makes_state: bool = False
     found: dict[Item, Event] = field(default_factory=dict)
@@ -131,7 +144,7 @@ class StateRing:
 
     def may_try(self, name: str) -> bool:
         """Return whether a parameter may be updated here before the gate: its state is there to be put back."""
-        if not self.takes(name):
+        if not self.takes(name) or self._world.host.stores(name):
             return False
         self._settle(name)
         return bool(self._parts(name))
@@ -174,8 +187,13 @@ class StateRing:
             written = world.device.transfer(partial(self._write, piece), size, path.out, (before,))
             self._written.append(written)
             passing.events += [before, written]
+            passing.written.append(written)
             world.contents.written[item] = UnderWay(f"the write of {item} to its files", (written,))
         return before
+
+    def values_of(self, name: str) -> tuple[Event, ...]:
+        """Return the events after which the new values of a parameter in files may be read; none for one in RAM."""
+        return tuple(self._passing[name].written) if self._world.host.stores(name) else ()
 
     def _settle(self, name: str) -> None:
         """Have the whole state of a parameter in files, as an update finds it there."""
@@ -194,39 +212,40 @@ class StateRing:
         self._slots.rotate(-1)
         bulk = self._parts(item.name)
         homes = {k: v if item.rows is None else in_rows(v, item.rows) for k, v in bulk.items()}
-        return _Piece(item, homes, self._slots[-1], trial)
+        own = self._world.host.params[item.name]
+        values = own if item.rows is None else in_rows(own, item.rows)
+        return _Piece(item, homes, values, self._world.host.stores(item.name), self._slots[-1], trial)
 
     def _read(self, piece: _Piece) -> Event:
-        """Start to read a piece; before the first update there is none."""
+        """Start to read a piece; before the first update there is no state."""
         if piece.trial is not None and not piece.trial.is_wanted():
             return _NOTHING
-        homes = piece.homes.values()
+        homes = [*piece.homes.values(), *([piece.values] if piece.in_files else [])]
         stored = [self._stored(home) for home in homes]
         memory = piece.slot.take(stored, [home.numel() * home.element_size() for home in homes]) if homes else []
-        parts = zip(piece.homes.items(), memory)
-        piece.tensors = {k: raw.view(home.dtype).as_strided(home.shape, home.stride()) for (k, home), raw in parts}
+        parts = [raw.view(home.dtype).as_strided(home.shape, home.stride()) for home, raw in zip(homes, memory)]
+        piece.tensors = dict(zip(piece.homes, parts))
+        piece.param = parts[-1] if piece.in_files else piece.values
         reads = _begun(partial(source.read, raw, 0) for source, raw in zip(stored, memory))
         return UnderWay(f"the read of {piece.item} from its files", reads)
 
     def update(self, work: _Work) -> None:
         """Update the rows of a piece, on a worker."""
         host, item, name = self._world.host, work.piece.item, work.piece.item.name
-        param, grad, known = host.params[name], work.grad, host.states.setdefault(name, {})
+        grad, known = work.grad, host.states.setdefault(name, {})
         # The writes of earlier pieces may add parts meanwhile.
         shared = {key: value for key, value in list(known.items()) if not is_bulk(value)}
         if not work.last:  # what all rows share advances once, with the last rows
             shared = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in shared.items()}
         state: dict[str, object] = {**shared, **work.piece.tensors}
-        if item.rows is not None:
-            param, grad = in_rows(param, item.rows), in_rows(grad, item.rows)
         work.passing.begun = True
-        work.make(name, param, grad, state, work.scale)
+        rows = grad if item.rows is None else in_rows(grad, item.rows)
+        work.make(name, work.piece.param, rows, state, work.scale)
         work.piece.tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
         work.piece.updated = True
         if not work.last:
             return
         known.update({key: value for key, value in state.items() if not is_bulk(value)})
-        host.written((host.params[name],))
         host.updates[name] = host.updates.get(name, 0) + 1
 
     def _write(self, piece: _Piece) -> Event:
@@ -236,13 +255,17 @@ class StateRing:
         homes = self._states.homes(piece.item, piece.tensors)
         keeping = piece.trial.earlier if piece.trial is not None else None
         flat = {key: as_in_file(piece.item.name, key, tensor, homes[key]) for key, tensor in piece.tensors.items()}
-        writes = _begun(partial(self._stored(homes[key]).write, own, 0, (), keeping) for key, own in flat.items())
+        starts = [partial(self._stored(homes[key]).write, own, 0, (), keeping) for key, own in flat.items()]
+        if piece.in_files:
+            own = as_in_file(piece.item.name, "values", piece.param, piece.values)
+            starts.append(partial(self._stored(piece.values).write, own, 0))
+        writes = _begun(starts)
         return UnderWay(f"the write of {piece.item} to its files", writes)
 
     def _stored(self, home: torch.Tensor) -> StoredBytes:
         store = self._world.host.store
         stored = store.bytes_of(home) if store is not None else None
-        assert stored is not None, "its state lies in files"
+        assert stored is not None, "it lies in files"
         return stored
 
     def has_failed(self, name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -91,9 +91,7 @@ class States:
 
     def _starts(self, name: str, like: torch.Tensor) -> tuple[int, ...]:
         """Return the offsets in bytes at which the items of a part of a state begin."""
-        # Pieces are written one by one, so none of them should begin within what is written at once.
-        row_bytes = like.stride(0) * like.element_size() if like.dim() else 0
-        return tuple(item.rows[0] * row_bytes for item in self.items(name) if item.rows is not None)
+        return first_bytes(self.items(name), like)
 
     def reserve(self, forms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take the space in files for states that first updates will make, and for second places of all that need them.
@@ -145,6 +143,13 @@ def as_in_file(name: str, key: str, values: torch.Tensor, home: torch.Tensor) ->
     flat = flat_bytes(values)
     assert flat is not None, "what lies in one piece in a file does so in memory"
     return flat
+
+
+def first_bytes(pieces: Iterable[Item], like: torch.Tensor) -> tuple[int, ...]:
+    """Return the offsets in bytes at which the rows of pieces begin in a tensor."""
+    # Pieces are written one by one, so none of them should begin within what is written at once.
+    row_bytes = like.stride(0) * like.element_size() if like.dim() else 0
+    return tuple(piece.rows[0] * row_bytes for piece in pieces if piece.rows is not None)
 
 
 def _stored_name(name: str, key: str) -> str:

@@ -49,7 +49,8 @@ class Updates:
         arrived = (contents.grad_leaving.get(name), contents.grad_adding.get(name))
         after = (*(event for event in arrived if event is not None), *after)
         if first is None and not done and self._ring.takes(name):
-            self.adopt(name, self._ring.start(name, update, grad, scale, after))
+            updated = self._ring.start(name, update, grad, scale, after)
+            self.adopt(name, updated, self._ring.values_of(name))
             return
         # The last rows are never among those that have been updated.
         known = frozenset(contents.states[self._states.items(name)[-1]].tensors if done else ())
@@ -104,15 +105,22 @@ class Updates:
         self._host.written((self._host.params[name],))
         self._host.updates[name] = self._host.updates.get(name, 0) + 1
 
-    def adopt(self, name: str, under_way: Event) -> None:
-        """Note that the update of a parameter on the host is under way behind the gate, and uses its gradient up."""
+    def adopt(self, name: str, under_way: Event, values: tuple[Event, ...] = ()) -> None:
+        """Note that the update of a parameter on the host is under way behind the gate, and uses its gradient up.
+
+        Parameters
+        ----------
+        values: events of its new values being in files, if they are not in RAM.
+        """
         contents = self._contents
         contents.pending.discard(name)
         self._host.totals.discard(name)
         contents.grad_leaving.pop(name, None)
         contents.grad_adding.pop(name, None)
         updated = UnderWay(f"the update of {name} on the CPU", (under_way,))
-        contents.written[items.parameter(name)] = updated
+        contents.written[items.parameter(name)] = (
+            UnderWay(f"the write of {name} to its files", values) if values else updated
+        )
         self._shared.freed(items.gradient(name), updated)
 
     def on_device(self, name: str) -> None:
