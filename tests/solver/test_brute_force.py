@@ -90,12 +90,12 @@ def cycle(first: int, last: int, total: int) -> list[int]:
     return [(first + k) % total for k in range((last - first) % total + 1)]
 
 
-BY_HOST, IN_FILES = "updated by the host", "in files"
+BY_HOST, IN_FILES, BY_HOST_IN_FILES = "updated by the host", "in files", "updated by the host in files"
 DRIVE = {"in": "read", "out": "written"}
 
 
 def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Count) -> bool | str:
-    """Count a random plan for the idle gap; True, BY_HOST or IN_FILES if the host or a drive then has a valid copy."""
+    """Count a random plan for the idle gap; return whether the host (True, BY_HOST) or a drive has a valid copy then."""
     first_end = max(group.uses[-1], group.grad_steps[-1])
     end = first_end + problem.passes[-1]
     idle = cycle(end, group.uses[0] - 1, problem.n_steps)
@@ -109,21 +109,22 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
         out = rng.randint(0, barrier if external else update - 1)
         speculated = problem.speculates and update < barrier
         back = rng.randint(max(update + 1, barrier * problem.speculates), last)
+        stored = problem.may_update_from_files(group) and not speculated and rng.random() < 0.6
+        away = stored and problem.values_beside_states
         count.move(problem, "out", idle[out], *grads(group), serial=out == 0)
-        count.move(problem, "in", idle[back], *params(group))
+        count.move(problem, "in", idle[back], *params(group), drive=away)
         count.cpu[idle[update]] += group.cpu_update_s + group.cpu_log_s * speculated
         if speculated:
             count.stay([idle[update : barrier + 1]], group.log_bytes)
         for k in range(1, last + 1):
             count.memory[idle[k]] += group.grad_bytes * (k <= out) + group.param_bytes * (k >= back)
-        if problem.may_update_from_files(group) and not speculated and rng.random() < 0.6:
-            count.pass_through(problem, idle[update], *states(group))
-            count.keep(group.param_bytes)
-        else:
-            count.keep(group.param_bytes + group.state_bytes)
+        if stored:
+            count.pass_through(problem, idle[update], *states(group), *(params(group) if away else ()))
+        count.keep(group.param_bytes * (not away) + group.state_bytes * (not stored))
+        place = BY_HOST_IN_FILES if away else BY_HOST
         if problem.sums_on_device:
             _count_totals(problem, group, rng, count, kept=True)
-            return BY_HOST
+            return place
         if external or problem.micro_batches > 1:
             count.keep(group.grad_bytes)
         else:
@@ -131,7 +132,7 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
         if problem.micro_batches > 1:
             count.cpu[idle[out + 1]] += group.cpu_add_s
             _count_gradients_out(problem, group, first_end, rng, count)
-        return BY_HOST
+        return place
     updated = problem.device_update(group)
     count.compute[updated] += group.device_update_s
     away = _count_wait(problem, group, end, updated, rng, count)
@@ -234,7 +235,9 @@ def count_group(problem: Problem, group: Group, rng: random.Random, count: Count
     gaps.append((points[-1], problem.pass_steps + points[0], problem.passes[:-1]))
     on_host = count_idle_gap(problem, group, rng, count) if group.trainable else rng.random() < 0.7
     unread = range(0)
-    if on_host == BY_HOST and problem.n_passes == 1:  # it need not be there for a gradient that does not read it
+    if (
+        on_host in (BY_HOST, BY_HOST_IN_FILES) and problem.n_passes == 1
+    ):  # it need not be there for a gradient that does not read it
         unread = range(group.uses[-1] + 1, points[-1] + 1)
         for step in unread:
             count.memory[step] -= group.param_bytes
@@ -249,7 +252,8 @@ def count_group(problem: Problem, group: Group, rng: random.Random, count: Count
             for k, step in enumerate(between):
                 count.memory[start + step] += group.param_bytes * (back is None or k >= between.index(back))
             if back is not None:
-                count.move(problem, "in", start + back, *params(group), drive=on_host == IN_FILES)
+                drive = on_host in (IN_FILES, BY_HOST_IN_FILES)
+                count.move(problem, "in", start + back, *params(group), drive=drive)
 
 
 def count_block(problem: Problem, i: int, option: Option, stay: tuple[int, int], start: int, count: Count) -> None:
@@ -462,16 +466,20 @@ def test_no_whole_plan_is_better_in_passes_of_several_micro_batches(seed: int, m
     check_no_whole_plan_is_better(problem, rng)
 
 
+@pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize("m", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_whole_plan_is_better_where_the_host_updates_states_in_files(seed: int, m: int) -> None:
-    """Read, updated and written in one step, behind the gate if there is one, through a ring in the host's memory."""
+def test_no_whole_plan_is_better_where_the_host_updates_states_in_files(seed: int, m: int, values: bool) -> None:
+    """Read, updated and written in one step, behind the gate if there is one, through a ring in the host's memory.
+
+    The parameters' values may lie beside them.
+    """
     rng = random.Random(seed)
     problem = random_problem(rng, n_blocks=2, tensors=rng.choice((1, 2)), tied=seed % 2 == 0)
     problem = in_rows(problem) if seed % 2 else problem
     rate = problem.rates.in_bytes_per_s
     path = Path("drive", rate * rng.choice((0.5, 2.0)), rate, rate * 1.2, through_host=True)
-    tier = Tier(path, 2**40, buffers_bytes=64, for_states=True, for_host_updates=True)
+    tier = Tier(path, 2**40, buffers_bytes=64, for_states=True, for_host_updates=True, for_parameters=values)
     problem = replace(problem, rates=replace(problem.rates, tiers=(tier,)))
     problem = gated(problem, rng, m) if m else problem
     check_no_whole_plan_is_better(speculating(problem) if m and seed == 3 else problem, rng)
