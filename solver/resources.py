@@ -127,7 +127,8 @@ class Tier:
         never written.
     buffers_bytes: bytes of the host's memory that copies through the host take.
     for_states: whether nothing but optimizer states leaves to it, and what the next two name.
-    for_parameters: whether trained parameters that the device updates may leave to it.
+    for_parameters: whether trained parameters may leave to it: those that the device updates, and those that the host
+        updates if their states are there.
     for_values: whether activations and interface values may leave to it, although it is for states.
     for_host_updates: whether it may hold optimizer states that the host updates. They come to the host's memory piece
         by piece, are updated there and written back, without the host's link.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..linear import Builder, Flow, Terms, add, flow, follows
 from ..problem import Group, Problem
@@ -59,29 +60,11 @@ def _external(problem: Problem, group: Group, span: Span, builder: Builder, acco
 def _planned(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
     """Add a group with a CPU part and a device part, each with its own flows."""
     name, idle = group.name, span.idle
-    first_update, updated = problem.first_update(group), problem.device_update(group)
-    before_use = around(first_update, span.first - 1, problem.n_steps)
+    updated = problem.device_update(group)
     x = builder.column(f"x[{name}]") if group.side == "any" else WHOLE if group.side == "host" else NONE
     grad_out = flow(builder, f"GradOut[{name}]", idle, leaving_steps(problem, idle, 2), x)
-    stored = add_stored_part(problem, group, x, builder, account)
-    in_ram = add((1.0, x), (-1.0, stored)) if stored else x
-    away = stored if problem.values_beside_states else NONE  # what has no values in RAM either
-    steps = updating_steps(problem, group, before_use[:-1])
-    in_place = update = flow(builder, f"Opt[{name}]", idle, steps, in_ram)
-    returns = coming_steps(problem, before_use[before_use.index(problem.first_return(group)) :])
-    values = add((1.0, x), (-1.0, away)) if away else x
-    cpu_back = flow(builder, f"ParInC[{name}]", idle, returns, values)
-    come(group.param_bytes, cpu_back, account, copies=group.param_copies)
-    if stored:
-        from_files = add_updates_from_files(problem, group, span, steps, stored, builder, account)
-        update = in_place.plus(from_files)
-        if away:
-            follows(builder, f"ParInC after Opt[{name}]", cpu_back, in_place)
-            cpu_back = cpu_back.plus(_values_from_files(problem, group, idle, returns, from_files, builder, account))
-    follows(builder, f"Opt after GradOut[{name}]", update, grad_out)
-    if not away:
-        follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
-    count_updates(problem, group, in_place, group.cpu_log_s, account)
+    by_host = _host_updates(problem, group, span, x, grad_out, builder, account)
+    update, cpu_back, stored = by_host.updates, by_host.back, by_host.stored
     _count_cpu_part(problem, group, span, x, grad_out, cpu_back, account)
     lead_out = lead_back = None
     if problem.adds_up and not problem.sums_on_device:
@@ -94,13 +77,13 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     else:
         account.pass_through(group.grad_bytes, grad_out, update)
     if problem.speculates:
-        count_log(problem, group.log_bytes, idle, in_place, account)
+        count_log(problem, group.log_bytes, idle, by_host.in_place, account)
 
     after_update = around(updated, span.first - 1, problem.n_steps)
     paths = (problem.rates.host, *(tier.path for tier in problem.parameter_tiers))
     departures = tuple(_departure(problem, group, path, after_update, builder) for path in paths)
     to_host, *others = departures
-    hosted = add((1.0, values), (1.0, to_host.part))
+    hosted = add((1.0, by_host.in_ram), (1.0, to_host.part))
     copies = ((1.0, one.part) for one in others)  # each whole tensor has one place off the device
     builder.at_most_zero(f"host copy[{name}]", add((1.0, x), (1.0, to_host.part), *copies, (-1.0, WHOLE)))
     account.keep(group.param_bytes, hosted)
@@ -119,8 +102,8 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     if problem.sums_on_device:
         lead_out, lead_back = add_sums_on_device(problem, group, span, (x, wait), builder, account)
     states = add_states(problem, group, updated, x, builder, account)
-    of_host = {HOST: values} | ({problem.host_update_tier.name: away} if away and problem.host_update_tier else {})
-    sources = [Source(o.path, add((1.0, of_host.get(o.path.tier, NONE)), (1.0, o.part)), o.part) for o in departures]
+    sources = [Source(to_host.path, hosted, to_host.part)]
+    sources += [Source(o.path, add((1.0, by_host.on(o.path.tier)), (1.0, o.part)), o.part) for o in others]
     gaps = _others(problem, group, span.between, sources, builder, account)
     several = tuple(sources) if others else ()
     return GroupColumns(
@@ -128,22 +111,57 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     )  # fmt: skip
 
 
-def _values_from_files(
-    problem: Problem,
-    group: Group,
-    idle: tuple[int, ...],
-    returns: tuple[int, ...],
-    updates: Flow,
-    builder: Builder,
-    account: Account,
-) -> Flow:
-    """Add the new values of what the host updates in files, which come from there."""
-    tier = problem.host_update_tier
-    assert tier is not None
-    back = flow(builder, f"ParInF[{group.name}]", idle, returns, updates.total)
-    follows(builder, f"ParInF after OptF[{group.name}]", back, updates)
-    come(group.param_bytes, back, account, tier.path.into, copies=group.param_copies)
-    return back
+@dataclass(frozen=True)
+class _ByHost:
+    """The updates of the CPU part.
+
+    Parameters
+    ----------
+    stored: the part whose states lie in files. in_ram: the part whose values are in RAM. beside: the tier that has the
+        values of the others, None if there are none.
+    in_place: the updates of states in RAM. updates: all of them. back: the new values that come in, from either place.
+    """
+
+    stored: Terms
+    in_ram: Terms
+    beside: str | None
+    in_place: Flow
+    updates: Flow
+    back: Flow
+
+    def on(self, tier: str) -> Terms:
+        """Return the part whose values a tier beside the host has."""
+        return self.stored if tier == self.beside else NONE
+
+
+def _host_updates(
+    problem: Problem, group: Group, span: Span, x: Terms, grad_out: Flow, builder: Builder, account: Account
+) -> _ByHost:
+    """Add the updates on the host, and the new values that come in after them, from RAM or from files."""
+    name, idle, tier = group.name, span.idle, problem.host_update_tier
+    before_use = around(problem.first_update(group), span.first - 1, problem.n_steps)
+    steps = updating_steps(problem, group, before_use[:-1])
+    returns = coming_steps(problem, before_use[before_use.index(problem.first_return(group)) :])
+    stored = add_stored_part(problem, group, x, builder, account)
+    rest = add((1.0, x), (-1.0, stored)) if stored else x
+    in_place = updates = flow(builder, f"Opt[{name}]", idle, steps, rest)
+    count_updates(problem, group, in_place, group.cpu_log_s, account)
+    beside = tier if stored and problem.values_beside_states else None
+    in_ram = rest if beside else x
+    back = flow(builder, f"ParInC[{name}]", idle, returns, in_ram)
+    come(group.param_bytes, back, account, copies=group.param_copies)
+    from_files = None
+    if stored:
+        from_files = add_updates_from_files(problem, group, span, steps, stored, builder, account)
+        updates = in_place.plus(from_files)
+    follows(builder, f"Opt after GradOut[{name}]", updates, grad_out)
+    follows(builder, f"ParInC after Opt[{name}]", back, in_place if beside else updates)
+    if beside is not None and from_files is not None:
+        read = flow(builder, f"ParInF[{name}]", idle, returns, stored)
+        follows(builder, f"ParInF after OptF[{name}]", read, from_files)
+        come(group.param_bytes, read, account, beside.path.into, copies=group.param_copies)
+        back = back.plus(read)
+    return _ByHost(stored, in_ram, beside.name if beside else None, in_place, updates, back)
 
 
 def _departure(

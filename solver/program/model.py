@@ -17,6 +17,7 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | OptF, y | from_files | part of Opt, of x: states from files, read and written in its step | as Opt | sum = y <= x |
 | Ring | ring | what passes the host's memory from files and back has room there | [0, 1] | y <= Ring |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
+| ParInF | in cpu_back | those in files beside their states | after g | upto(t) <= OptF.before(t), sum = y |
 | ParOut | departures | device part's new parameters leave, to the host or files | idle gap | sum = v = D + K <= 1 - x |
 | Drop | Departure.drop | those of them that are released once they have left | idle gap | sum = D |
 | ParIn | Departure.back | device part comes back | idle gap | upto(t) <= Drop.before(t), sum = D |

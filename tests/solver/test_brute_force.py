@@ -95,7 +95,7 @@ DRIVE = {"in": "read", "out": "written"}
 
 
 def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Count) -> bool | str:
-    """Count a random plan for the idle gap; return whether the host (True, BY_HOST) or a drive has a valid copy then."""
+    """Count a random plan for the idle gap; return whether the host (True, BY_HOST) or a drive then has a copy."""
     first_end = max(group.uses[-1], group.grad_steps[-1])
     end = first_end + problem.passes[-1]
     idle = cycle(end, group.uses[0] - 1, problem.n_steps)

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import offmate
-
 from ...accelerator.loops import without_allocator
 from .test_state_storage import assert_same, batch, made, one_cache, ring, small_requests
 from .test_state_storage import path as folder
