@@ -14,6 +14,9 @@ that of updates on the CPU spread as these are. "not delayed" is the least that 
 be under way in the backwards: their computes or that traffic, whichever is longer, after the forwards' computes. Where
 195 GB of RAM do not suffice, the row has as much as it needs.
 
+Last, the same with RAM for little more than working buffers (its figure 12): 1.05 times the least with which all that
+may lie on the drive does so. The first row has 195 GB.
+
 Each bar that a table is checked against is printed below it, met or not.
 """
 
@@ -307,11 +310,45 @@ def _snake_bars(rows: list[dict[str, Any]]) -> list[Bar]:
     return found
 
 
+# -- the same with RAM for working buffers only ----------------------------------------------------------------------
+
+_AMPLE_COUNT = 28  # with which 195 GB are bound by computing
+_SMALL_COUNTS = (24, 32, 40, 44, 48)
+
+
+def _small_rows(whole: bool) -> Iterator[dict[str, Any]]:
+    del whole
+    one = snake_problem()
+    tiers = tuple(replace(tier, for_values=True) for tier in one.rates.tiers)
+    one = replace(one, rates=replace(one.rates, tiers=tiers))
+    yield {"micro-batches": _AMPLE_COUNT, "least RAM GB": None} | _snake_figures(
+        for_all(one, _AMPLE_COUNT), _AMPLE_COUNT
+    )
+    for count in _SMALL_COUNTS:
+        fat = for_all(one, count)
+        least = least_host_within_device(fat, time_limit_s=_LIMIT_S)
+        if least is None:  # all micro-batches of a step have their values on the GPU
+            nothing = dict.fromkeys(_SNAKE_FIGURES, None) | {"status": "does not fit the GPU"}
+            yield {"micro-batches": count, "least RAM GB": None} | nothing
+            continue
+        small = replace(fat, host_budget_bytes=round(_ROOM * least), host_in_time=True)
+        yield {"micro-batches": count, "least RAM GB": least / GB} | _snake_figures(small, count)
+
+
+def _small_bars(rows: list[dict[str, Any]]) -> list[Bar]:
+    ample, *small = rows
+    best = max((row for row in small if row["tokens/s"]), key=lambda row: float(row["tokens/s"]), default=None)
+    ratio = ample["tokens/s"] / best["tokens/s"] if best and ample["tokens/s"] else None
+    where = f"{best['micro-batches']} micro-batches and {best['RAM GB']:.1f} GB of RAM" if best else "little RAM"
+    return [Bar(f"tokens/s with 195 GB / with {where}:", ratio, 1.03)]
+
+
 _Row = dict[str, Any]
 _TABLES: dict[str, tuple[str, Callable[[bool], Iterator[_Row]], Callable[[list[_Row]], list[Bar]]]] = {
     "ram": ("Llama-2-7B, 8 micro-batches, 120 GB of RAM, no drive", _ram_rows, _ram_bars),
     "drives": ("Llama-2-7B, 8 micro-batches, 24 GiB of RAM and a drive", _drive_rows, _drive_bars),
     "snake": ("GPT-65B on GreedySnake's first machine", _snake_rows, _snake_bars),
+    "small": ("GPT-65B on GreedySnake's first machine with little RAM", _small_rows, _small_bars),
 }
 
 
