@@ -19,6 +19,7 @@ from offmate.runtime.replay.gate import Clip
 from offmate.runtime.replay.speculation import Speculation
 from offmate.runtime.storage.earlier import Earlier
 from offmate.runtime.storage.engine import Engine
+from offmate.runtime.storage.mapped import MappedStore
 from offmate.solver import items
 from offmate.solver.effects import with_actions
 from offmate.solver.schedule import Kind
@@ -414,10 +415,17 @@ def test_without_space_for_second_places_no_step_is_made(slow, everything, monke
     monkeypatch.setattr(
         state_storage, "Engine", functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
     )
+    reserve = MappedStore.reserve_twice
+
+    def without_space(store: MappedStore, tensor: torch.Tensor) -> Callable[[], None]:
+        faulty.faults.setdefault("fallocate", once(refused(errno.ENOSPC)))
+        return reserve(store, tensor)
+
+    monkeypatch.setattr(MappedStore, "reserve_twice", without_space)
     pair = Pair(slow)
-    faulty.faults["fallocate"] = once(refused(errno.ENOSPC), 12)
     with pytest.raises(offmate.StorageError, match="No space left"):
         pair.step(0)
+    assert "fallocate" in faulty.faults
 
 
 @pytest.mark.parametrize("max_us", [0, 300])
