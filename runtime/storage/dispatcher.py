@@ -105,9 +105,8 @@ class Dispatcher:
 
     def _run(self) -> None:
         while (ready := self._ready()) is not None:
-            for transfer in ready:
-                _begin(transfer)
-            del ready
+            while ready:
+                _begin(ready.pop(0))  # under no name here: with its error it would keep all that its caller holds
             for queue in self._disks.all():
                 queue.fail_if_it_hangs()
 

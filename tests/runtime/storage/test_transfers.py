@@ -328,6 +328,23 @@ def test_memory_is_free_when_the_event_has_happened(weights):
             assert alive == [False]
 
 
+def test_nobody_keeps_a_transfer_that_failed(weights):
+    """Its error has the frames of those who waited for it, and with them a model and its memory on the device."""
+    with Engine() as running:
+        first = LaneEvent()
+        failed = running.read(running.open(weights), target_of(), start=0, after=(first,))
+        first.settle(ValueError("the job before it failed"))
+        with pytest.raises(ValueError, match="the job before it failed"):
+            failed.synchronize()
+        known = weakref.ref(failed)
+        del failed, first
+        end_s = time.monotonic() + LONG_S
+        while known() is not None and time.monotonic() < end_s:
+            gc.collect()
+            time.sleep(0.01)
+        assert known() is None
+
+
 def test_a_forked_process_cannot_use_it(weights):
     with Engine() as running:
         file = running.open(weights)
