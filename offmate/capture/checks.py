@@ -62,7 +62,7 @@ def check_model(model: torch.nn.Module) -> None:
             "device_map, since offmate places its tensors itself"
         )
     _check_tensors(model)
-    _check_overlaps(model)
+    check_overlaps(model)
     check_module_hooks(model)
 
 
@@ -115,7 +115,7 @@ def hooked(params: Mapping[str, torch.nn.Parameter]) -> list[str]:
         return [n for n, p in params.items() if gradient_hooks(p) or late_gradient_hooks(p)]
 
 
-def _check_overlaps(model: torch.nn.Module) -> None:
+def check_overlaps(model: torch.nn.Module) -> None:
     """Raise OffmateError if different parameters share memory, which would be moved and updated twice."""
     sharing: dict[int, list[tuple[str, torch.nn.Parameter]]] = {}
     for name, param in model.named_parameters():

@@ -20,7 +20,7 @@ from ..split import Split
 from .request import Request
 from .storage import usual_drive
 
-_AMPLE_HOST_BYTES = 2**44  # more than any machine has, and few enough for the solver's arithmetic
+_AMPLE_BYTES = 2**44  # more than any machine has, and few enough for the solver's arithmetic
 
 
 def refusal(lowered: Lowered, request: Request, fixed: int, elsewhere: bool = False) -> InfeasibleBudget:
@@ -56,7 +56,7 @@ def refusal(lowered: Lowered, request: Request, fixed: int, elsewhere: bool = Fa
             least_budget_bytes=needed,
         )
     place = _place(lowered, least)
-    roomy = replace(problem, host_budget_bytes=_AMPLE_HOST_BYTES)
+    roomy = replace(problem, host_budget_bytes=_AMPLE_BYTES)
     alone = fixed + least_budget(roomy, time_limit_s=config.solver_time_limit_s, backend=config.solver).bytes
     host_words = ""
     if alone < needed:
@@ -86,18 +86,24 @@ def _beside(budget_bytes: int, least_bytes: int) -> tuple[str, str]:
 
 
 def _drive_words(problem: Problem, request: Request, fixed: int, elsewhere: bool) -> str:
-    """Say that states and activations may leave to a drive; empty if they may already, or if it would still not fit."""
-    if request.storage is not None or problem.update == "external":
+    """Say that more may leave to a drive, one that is not named yet or is too full; empty if it would still not fit."""
+    files, config = request.storage, request.config
+    if problem.update == "external":
         return ""
-    drive = usual_drive(None if elsewhere else request.device).tier
-    rates = replace(problem.rates, tiers=(*problem.rates.tiers, drive))
-    config = request.config
-    least = least_budget(replace(problem, rates=rates), time_limit_s=config.solver_time_limit_s, backend=config.solver)
+    drive = (usual_drive(None if elsewhere else request.device) if files is None else files).tier
+    others = (tier for tier in problem.rates.tiers if tier.name != drive.name)
+    tiers = (*others, replace(drive, capacity_bytes=_AMPLE_BYTES))
+    roomier = replace(problem, rates=replace(problem.rates, tiers=tiers))
+    least = least_budget(roomier, time_limit_s=config.solver_time_limit_s, backend=config.solver)
     if least.resource == "host" or least.bytes + fixed > request.budget_bytes:
         return ""
-    return (
-        ". Or name a folder on an NVMe drive (storage=): with optimizer states and activations in files there, it fits"
-    )
+    if files is None:
+        return (
+            ". Or name a folder on an NVMe drive (storage=): with optimizer states and activations in files there, it "
+            "fits"
+        )
+    room = format_bytes(files.capacity_bytes)
+    return f". With more room than the {room} that storage= has for files, it fits: free space there, or name another"
 
 
 def _place(lowered: Lowered, least: LeastBudget) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..capture.checks import check_overlaps
 from ..errors import OffmateError, ProtocolError
 from ..guards.watch import Watch
 from ..optim.updater import Updater
@@ -115,8 +116,15 @@ class Truth:
         return edited
 
     def adopt_tensors(self) -> None:
-        """Adopt the new memory of parameters and buffers that the user has replaced."""
+        """Adopt the new memory of parameters and buffers that the user has replaced.
+
+        Raises: ProtocolError if a parameter has become one that the plan is not for. OffmateError if two share memory.
+        """
         with without_torch_function():
+            if any(param.data_ptr() != self.host.whole(name).data_ptr() for name, param in self._named()):
+                model = self._model()
+                assert model is not None
+                check_overlaps(model)
             for name, param in self._named():
                 self._adopt(name, param)
         self.adopt_buffers()

@@ -13,7 +13,6 @@ from ..runtime.replay.states import first_bytes
 from ..runtime.torch_names.autograd import without_torch_function
 from ..runtime.torch_names.tensors import StorageWeakRef, storage_key
 from ..solver.schedule import Schedule
-from .checkpoint_files import sharing
 from .host_state import Truth
 
 log = logging.getLogger("offmate")
@@ -28,7 +27,17 @@ def may_leave(params: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
         trained = {name: param for name, param in params if param.requires_grad}
         # `device` is where a parameter is used.
         on_cpu = all(p.layout is torch.strided and (p.is_cpu or p.is_meta) for p in trained.values())
-        return on_cpu and sharing(params).isdisjoint(trained) and all(map(_is_dense, trained.values()))
+        return on_cpu and _own_memory(params).issuperset(trained) and all(map(_is_dense, trained.values()))
+
+
+def _own_memory(params: Sequence[tuple[str, torch.nn.Parameter]]) -> set[str]:
+    """Return the parameters whose storage no other one has; else one that left would free no RAM, or be held there."""
+    owners: dict[int, set[torch.nn.Parameter]] = {}
+    stored = {name: param for name, param in params if param.layout is torch.strided and not param.is_meta}
+    for param in stored.values():
+        owners.setdefault(storage_key(param.untyped_storage()), set()).add(param)
+    shared = {name for name, p in stored.items() if len(owners[storage_key(p.untyped_storage())]) > 1}
+    return {name for name, _ in params} - shared
 
 
 def _is_dense(param: torch.nn.Parameter) -> bool:
@@ -48,11 +57,11 @@ def settle(schedule: Schedule, truth: Truth, device: Device) -> None:
         own = host.params[name]
         if host.store.holds(own) == (name in in_files):
             continue
+        memory = own.untyped_storage()
+        left[storage_key(memory)] = StorageWeakRef(memory)
+        del memory
         if name in in_files:
-            memory = own.untyped_storage()
-            left[storage_key(memory)] = StorageWeakRef(memory)
             truth.move({name: _in_files(truth, name, own, _starts(schedule, name, own))})
-            del memory
         else:
             truth.move({name: device.pinned(device.empty_host_like(own).copy_(own))})
         del own
@@ -82,8 +91,8 @@ def _warn_of_older_memory(truth: Truth, left: dict[int, StorageWeakRef]) -> None
     held = sum(not weak.expired() for key, weak in left.items() if key not in used)
     if held:
         log.warning(
-            "trained parameters moved to files on storage paths, and %d tensors still hold memory that they had "
-            "before. It takes RAM, shows no newer values, and what is written there is lost: read parameters from the "
-            "model again",
+            "parameters moved between RAM and files on storage paths, and %d tensors still hold memory that they had "
+            "before. It takes room there, shows no newer values, and what is written there is lost: read parameters "
+            "from the model again",
             held,
         )

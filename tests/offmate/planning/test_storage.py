@@ -145,6 +145,15 @@ def test_a_refusal_names_storage_where_it_would_help(listed):
     assert "NVMe" not in str(error.value), "it is named already"
 
 
+def test_a_refusal_names_a_drive_that_is_too_full(listed):
+    data = json.loads(Path(listed).read_text())
+    data["storage"][0]["free_bytes"] = {"value": 1e4, "source": "a test"}
+    Path(listed).write_text(json.dumps(data))
+    words = r"With more room than the 9.5\d KiB that storage= has for files, it fits: free space there, or name another"
+    with pytest.raises(InfeasibleBudget, match=words):
+        planned("/mnt/fast", listed)
+
+
 def test_where_ram_has_no_room_for_buffers_the_plan_is_the_one_without_storage(listed, monkeypatch):
     monkeypatch.setattr(storage, "REQUEST_BYTES", 1 << 20)
     plan, without = (planned(paths, listed, cpu_budget=1_600_000) for paths in ("/mnt/fast", None))

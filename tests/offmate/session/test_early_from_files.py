@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import functools
 import itertools
 import random
@@ -18,7 +17,6 @@ import torch
 from offmate.runtime.replay.gate import Clip
 from offmate.runtime.replay.speculation import Speculation
 from offmate.runtime.storage.earlier import Earlier
-from offmate.runtime.storage.engine import Engine
 from offmate.runtime.storage.mapped import MappedStore
 from offmate.solver import items
 from offmate.solver.effects import with_actions
@@ -30,8 +28,9 @@ from offmate.plans.break_even import BreakEven
 from offmate.session import preparer, state_storage
 
 from ...accelerator.loops import without_allocator
-from ...runtime.storage.faulty import Faulty, once, refused
+from ...runtime.storage.faulty import once
 from ..training.speculating import own_cores
+from .disks import broken, full, use_faulty_files
 from .test_linked_states import keep, whole_state
 from .test_state_storage import KINDS, assert_same, batch, disk, made, one_cache, ring, small_requests
 from .test_updates_from_files import few_layers_in_pieces, from_files
@@ -197,11 +196,8 @@ def test_plans_that_take_turns(slow, everything, forced, fates, monkeypatch):
 @pytest.mark.parametrize("seed", range(3))
 def test_misses_at_random(slow, seed, everything, fates, monkeypatch):
     """The drive and the gate are late at random, so that it finds updates waiting, under way and done."""
-    rng, faulty = random.Random(seed), Faulty()
+    rng, faulty = random.Random(seed), use_faulty_files(monkeypatch)
     _wait_for_updates(monkeypatch, lambda: rng.random() < 0.2)
-    monkeypatch.setattr(
-        state_storage, "Engine", functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    )
     faulty.faults |= dict.fromkeys(("preadv", "pwritev"), functools.partial(_late, rng))
     pair = Pair(slow)
     pair.step(0)
@@ -332,23 +328,16 @@ def _interrupt(left: list[int], action: Any) -> None:
         raise KeyboardInterrupt
 
 
-def _fail(*_: Any) -> int:
-    raise OSError(5, "Input/output error")
-
-
 @pytest.mark.parametrize("clip", [INF, 1e-3])
 @pytest.mark.parametrize("call", ["preadv", "pwritev", "map"])
 def test_a_disk_that_fails_once_leaves_no_silent_mixture(slow, call, clip, everything, forced, monkeypatch):
     """At any call: values are those of a whole step, or what is lost is said and training on it is refused."""
-    faulty = Faulty()
-    monkeypatch.setattr(
-        state_storage, "Engine", functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    )
+    faulty = use_faulty_files(monkeypatch)
     pair, whole, torn = Pair(slow, clip=clip), 0, 0
     pair.step(0)
     for number, skip in enumerate((0, 7, 20, 37, 55), 1):
         loaded = copy.deepcopy((pair.plain.state_dict(), pair.own.state_dict()))
-        faulty.faults[call] = once(_fail, skip)
+        faulty.faults[call] = once(broken, skip)
         with contextlib.suppress(offmate.StorageError):
             pair.step(number)
             pair.model.offmate.sync()
@@ -373,14 +362,11 @@ def test_a_disk_that_fails_once_leaves_no_silent_mixture(slow, call, clip, every
 
 def test_an_early_write_that_fails_loses_nothing(slow, everything, forced, fates, monkeypatch):
     """What the update replaces is still there, so that it is put back and made again behind the gate."""
-    faulty = Faulty()
-    monkeypatch.setattr(
-        state_storage, "Engine", functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    )
+    faulty = use_faulty_files(monkeypatch)
     pair = Pair(slow, clip=INF)
     pair.step(0)
     pair.check()
-    faulty.faults["pwritev"] = once(_fail, 2)
+    faulty.faults["pwritev"] = once(broken, 2)
     for number in range(1, 4):
         pair.step(number)
     pair.check()
@@ -411,14 +397,11 @@ def test_bytes_on_the_drive(slow, tmp_path, everything, forced):
 
 
 def test_without_space_for_second_places_no_step_is_made(slow, everything, monkeypatch):
-    faulty = Faulty()
-    monkeypatch.setattr(
-        state_storage, "Engine", functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    )
+    faulty = use_faulty_files(monkeypatch)
     reserve = MappedStore.reserve_twice
 
     def without_space(store: MappedStore, tensor: torch.Tensor) -> Callable[[], None]:
-        faulty.faults.setdefault("fallocate", once(refused(errno.ENOSPC)))
+        faulty.faults.setdefault("fallocate", once(full))
         return reserve(store, tensor)
 
     monkeypatch.setattr(MappedStore, "reserve_twice", without_space)
@@ -447,15 +430,13 @@ def test_on_an_accelerator(slow, sim, ring, max_us, everything, monkeypatch):
 @pytest.mark.parametrize("look", ["sync", "state"])
 def test_a_write_that_failed_after_its_step_is_not_forgotten(slow, look, everything, forced, monkeypatch):
     """Not by the early update of the next step, which fails for that reason and is given up by a look at the states."""
-    faulty = Faulty()
-    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    monkeypatch.setattr(state_storage, "Engine", engine)
+    faulty = use_faulty_files(monkeypatch)
     pair = Pair(slow, clip=1e-3)
     for number in range(3):
         pair.step(number)
     assert pair.optimizer.state
     pair.model(x=batch(3))["loss"].backward()
-    faulty.faults["pwritev"] = once(_fail, 3)
+    faulty.faults["pwritev"] = once(broken, 3)
     with pytest.raises(offmate.StorageError):
         pair.optimizer.step()
         pair.optimizer.zero_grad()
@@ -511,15 +492,13 @@ def test_a_drive_that_has_filled_up_lets_updates_wait(
     caplog: Any,
 ) -> None:
     """Training goes on with the plan that needs no second places, and asks again after twice as many steps."""
-    faulty = Faulty()
-    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    monkeypatch.setattr(state_storage, "Engine", engine)
+    faulty = use_faulty_files(monkeypatch)
     config = replace(AUTO, accumulation_order=order)
     pair = Pair(slow, clip=INF, accumulation_steps=micro, config=config, gpu_budget=gpu, cpu_budget=ram)
     early = []
     for number in range(20):
         if number == 3:
-            faulty.faults["fallocate"] = _after(skip, refused(errno.ENOSPC))
+            faulty.faults["fallocate"] = _after(skip, full)
         if number == 7:
             storage = pair.model._offmate_session.storage
             assert not any(storage._engine.second_bytes_by_path), "they would leave no space for anything else"
@@ -562,9 +541,7 @@ def _refuse() -> None:
 @pytest.mark.parametrize("skip", range(0, 12, 3))
 def test_a_disk_that_fails_before_a_switch_is_no_want_of_space(slow, skip, chosen, monkeypatch):
     """The error comes out, and no step follows that would train on what a failed update has left."""
-    faulty = Faulty()
-    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    monkeypatch.setattr(state_storage, "Engine", engine)
+    faulty = use_faulty_files(monkeypatch)
     pair = Pair(slow, clip=INF, config=AUTO)
     session = pair.model._offmate_session
     number = 0
@@ -572,7 +549,7 @@ def test_a_disk_that_fails_before_a_switch_is_no_want_of_space(slow, skip, chose
         pair.step(number)
         number += 1
     pair.model(x=batch(number))["loss"].backward()
-    faulty.faults["preadv"] = once(_fail, skip)
+    faulty.faults["preadv"] = once(broken, skip)
     with pytest.raises(offmate.OffmateError):
         pair.optimizer.step()
         pair.optimizer.zero_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from offmate.runtime.storage.engine import Engine
 from offmate.solver.decisions import TensorPlan
 from offmate.solver.items import ItemKind, parameter
 from offmate.solver.problem import Group, Problem
@@ -19,16 +17,17 @@ from offmate.solver.rounding.sources import Sources
 from offmate.solver.solution import GroupFlow
 
 import offmate
-from offmate.session import state_storage
 from offmate.session.parameter_files import may_leave
 
-from ...runtime.storage.faulty import Faulty, once
+from ...runtime.storage.faulty import once
 from . import test_state_storage
+from .disks import broken, flip_a_bit, full, use_faulty_files
 from .test_state_storage import (
     STEPS,
     assert_same,
     batch,
     check_interrupt,
+    check_refused,
     compiled,
     disk,
     made,
@@ -66,13 +65,6 @@ def check_stored(model: Any) -> None:
     assert {name for name in host.params if host.stores(name)} == schedule.parameters_in_files
     for name, param in model.named_parameters():
         assert param.data_ptr() == host.params[name].data_ptr()
-
-
-def with_faults(monkeypatch: pytest.MonkeyPatch) -> Faulty:
-    faulty = Faulty()
-    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    monkeypatch.setattr(state_storage, "Engine", engine)
-    return faulty
 
 
 @pytest.mark.parametrize("updates", ["auto", "device"])
@@ -237,30 +229,16 @@ def test_a_spoilt_file_ends_training_before_a_wrong_number(path, evaluates):
             pair[0](batch(9))
         pair[0].train()
     for file in files:
-        with file.open("r+b") as handle:
-            byte = handle.read(1)
-            handle.seek(0)
-            handle.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(offmate.StorageError, match="does not hold what was written"):
-        train(*pair, range(3, 5))
-    with pytest.raises(offmate.OffmateError, match="Load a checkpoint"):
-        train(*pair, range(5, 6))
-
-
-def _fail(*_: Any) -> int:
-    raise OSError(5, "Input/output error")
-
-
-def _full(*_: Any) -> int:
-    raise OSError(28, "No space left on device")
+        flip_a_bit(file, 0)
+    check_refused(pair, range(3, 5))
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_failing_disk_ends_training_by_name(path, monkeypatch, call):
-    faulty = with_faults(monkeypatch)
+    faulty = use_faulty_files(monkeypatch)
     pair = in_files(path)
     train(*pair, range(2))
-    faulty.faults[call] = once(_fail)
+    faulty.faults[call] = once(broken)
     with pytest.raises(offmate.StorageError, match="Input/output error"):
         train(*pair, range(2, 4))
 
@@ -268,9 +246,9 @@ def test_a_failing_disk_ends_training_by_name(path, monkeypatch, call):
 @pytest.mark.parametrize("skip", [0, 2])
 def test_a_full_disk_is_named_before_the_first_step(path, monkeypatch, skip):
     """No value is lost, whatever has moved before, and with room the next call goes on."""
-    faulty = with_faults(monkeypatch)
+    faulty = use_faulty_files(monkeypatch)
     pair, plain = in_files(path), made()
-    faulty.faults["fallocate"] = once(_full, skip)
+    faulty.faults["fallocate"] = once(full, skip)
     with pytest.raises(offmate.StorageError, match=r"too little space|No space left"):
         train(*pair, range(1))
     faulty.faults.clear()
@@ -320,13 +298,13 @@ def test_an_edit_counts_where_files_could_not_be_written_at_first(path, monkeypa
     """The float32 copies of weights that were replaced follow them, although the step after that failed."""
     make, dtype = test_state_storage.KINDS["masters"]
     budgets = {"gpu_budget": 1_300_000, "cpu_budget": 50_000}
-    faulty, config = with_faults(monkeypatch), offmate.Config(updates="device")
+    faulty, config = use_faulty_files(monkeypatch), offmate.Config(updates="device")
     pair, plain = compiled(path, make, dtype, **budgets, config=config), made(make, dtype)
     assert train(*pair, range(2), dtype) == train(*plain, range(2), dtype)
     for model in (pair[0], plain[0]):
         for param in model.parameters():
             param.data = torch.full_like(param, 0.02)
-    faulty.faults["fallocate"] = once(_full, 2)
+    faulty.faults["fallocate"] = once(full, 2)
     with pytest.raises(offmate.StorageError):
         train(*pair, range(2, 3), dtype)
     faulty.faults.clear()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import offmate
 
 from ...accelerator.loops import without_allocator
+from .meddling import check_meddling
 from .test_parameters_in_files import (
     BUDGETS,
     all_leave,
@@ -32,7 +31,7 @@ from .test_parameters_in_files import (
     test_edits_of_parameters_count,
     test_losses_weights_and_states_are_plain_pytorchs,
 )
-from .test_state_storage import assert_same, batch, made, one_cache, ring, small_requests, train
+from .test_state_storage import assert_same, made, one_cache, ring, small_requests, train
 from .test_state_storage import path as folder
 
 __all__ = [  # fixtures, and promises of the emulated device that hold here as well
@@ -69,41 +68,9 @@ def test_whatever_the_user_does_between_and_within_steps(path, all_leave, sim, s
     """Waits, reads, edits, evaluations and batches of another shape come at random, and so do delays."""
     sim.set_delays(seed, 2000)
     sizes = {"gpu_budget": 1_850_000, "cpu_budget": 600_000}
-    pair, plain, chance = in_files(path, **sizes, **settings), made(), random.Random(seed)
+    pair, plain = in_files(path, **sizes, **settings), made()
 
-    def meddle(model: Any, optimizer: torch.optim.Optimizer, what: str, step: int) -> object:
-        param = list(model.parameters())[step % 8]
-        if what == "edit":
-            with torch.no_grad():
-                param.mul_(0.9)
-        elif what == "evaluate":
-            with torch.no_grad():
-                loss = model.eval()(batch(step))["loss"].item()
-            model.train()
-            return loss
-        elif what == "read":
-            return param.detach().clone().sum().item()
-        elif what == "states":
-            return [t.sum().item() for s in optimizer.state_dict()["state"].values() for t in s.values() if t.dim()]
-        elif what == "sync" and hasattr(model, "offmate"):
-            model.offmate.sync()
-        return None
-
-    for step in range(6):
-        rows, seen = chance.choice([16, 16, 16, 8]), []
-        within, between = chance.choice(["", "", "sync", "read"]), chance.choice(["", "edit", "evaluate", "read",
-                                                                                  "states", "sync"])  # fmt: skip
-        for model, optimizer in (pair, plain):
-            loss = model(batch(step, rows=rows))["loss"]
-            loss.backward()
-            # Without a gate, updates begin in the backward, and plain PyTorch's come with `step()`.
-            found = meddle(model, optimizer, within if settings or within == "sync" else "", step)
-            if settings and model is plain[0]:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append((loss.item(), found, meddle(model, optimizer, between, step)))
-        assert seen[0] == seen[1], (step, within, between)
+    check_meddling(pair, plain, seed, **settings)
     assert_same(pair, plain)
     assert pair[0].offmate.peak_bytes <= sizes["gpu_budget"]
 

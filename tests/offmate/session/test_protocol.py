@@ -414,6 +414,21 @@ def test_replaced_after_compile():
     goes_on(loop, 1)
 
 
+def test_memory_of_another_parameter_is_refused_until_it_is_given_back():
+    """The device has memory for each, so that an update of one would no longer change the other."""
+    loop = compiled(steps=1)
+    first, second = loop.model.layers[0].weight, loop.model.layers[1].weight
+    own = second.data
+    for shared in (first.data, first.data.t(), first.data.flatten()[: own.numel()].view(own.shape)):
+        second.data = shared
+        for _ in range(2):
+            with pytest.raises(offmate.OffmateError, match=r"layers.1.weight shares memory with layers.0.weight"):
+                loop.forward(1)
+    second.data = own
+    first.data, second.data = first.data.clone(), second.data.clone()  # memory of their own counts
+    goes_on(loop, 1)
+
+
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 

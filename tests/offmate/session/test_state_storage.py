@@ -22,6 +22,7 @@ from offmate.session import state_storage
 from ...accelerator.loops import without_allocator
 from ...fuzz.figures import from_hardware_file
 from ...runtime.storage.faulty import Faulty, once
+from .disks import broken, flip_a_bit, use_faulty_files
 
 WIDTH, LAYERS = 192, 8
 GPU_BUDGET, CPU_BUDGET = 1_600_000, 2_400_000
@@ -287,11 +288,9 @@ def test_a_relative_folder_stays_where_it_was(path, tmp_path, monkeypatch):
 
 def test_a_disk_that_stays_broken_is_no_silent_mixture(path, monkeypatch):
     """What could not be written is called lost, and the next states that are loaded are trained on exactly."""
-    faulty = Faulty()
-    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    monkeypatch.setattr(state_storage, "Engine", engine)
+    faulty = use_faulty_files(monkeypatch)
     pair, plain = compiled(path), made()
-    faulty.faults["pwritev"] = _fail
+    faulty.faults["pwritev"] = broken
     with pytest.raises(offmate.StorageError, match="Input/output error"):
         train(*pair, range(1))
     assert pair[0]._offmate_session.truth.torn
@@ -378,36 +377,53 @@ def test_two_paths_share_the_bytes_by_their_rates(tmp_path, monkeypatch):
     assert 2.5 <= fast / slow <= 3.5
 
 
-def test_a_spoilt_file_ends_training_before_a_wrong_number(path, tmp_path):
-    pair = compiled(path)
+def check_refused(pair: tuple[Any, torch.optim.Optimizer], steps: range) -> None:
+    """A spoilt file ends training before a wrong number, and no step follows."""
+    with pytest.raises(offmate.StorageError, match="does not hold what was written"):
+        train(*pair, steps)
+    with pytest.raises(offmate.OffmateError, match="Load a checkpoint"):
+        train(*pair, range(steps.stop, steps.stop + 1))
+
+
+def check_spoilt(pair: tuple[Any, torch.optim.Optimizer], folder: Path) -> None:
+    """One bit of every tensor's file is flipped after two steps."""
     train(*pair, range(2))
     pair[0].state_dict()
-    for file in (tmp_path / "disk").glob("*.tensor"):
-        with file.open("r+b") as handle:
-            handle.seek(1000)
-            byte = handle.read(1)
-            handle.seek(1000)
-            handle.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(offmate.StorageError, match="does not hold what was written"):
+    for file in folder.glob("*.tensor"):
+        flip_a_bit(file, 1000)
+    check_refused(pair, range(2, 4))
+
+
+def test_a_spoilt_file_ends_training_before_a_wrong_number(path, tmp_path):
+    check_spoilt(compiled(path), tmp_path / "disk")
+
+
+def check_failing(
+    pair: tuple[Any, torch.optim.Optimizer], faulty: Faulty, call: str, fault: Callable[..., Any]
+) -> None:
+    """What is lost is said, training on it is refused, and what is loaded then is trained on exactly."""
+    plain = made()
+    train(*pair, range(2)), train(*plain, range(2))
+    faulty.faults[call] = fault
+    with pytest.raises(offmate.StorageError, match="Input/output error"):
         train(*pair, range(2, 4))
+        pair[0].offmate.sync()
+    assert pair[0]._offmate_session.truth.torn
     with pytest.raises(offmate.OffmateError, match="Load a checkpoint"):
         train(*pair, range(4, 5))
-
-
-def _fail(*_: Any) -> int:
-    raise OSError(5, "Input/output error")
+    pair[0].load_state_dict(plain[0].state_dict())
+    pair[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
+    assert train(*pair, range(2, 4)) == train(*plain, range(2, 4))
+    assert_same(pair, plain)
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_failing_disk_ends_training_by_name(path, monkeypatch, call):
-    faulty = Faulty()
-    monkeypatch.setattr(
-        state_storage, "Engine", functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    )
+    faulty = use_faulty_files(monkeypatch)
     pair = compiled(path)
     train(*pair, range(2))
 
-    faulty.faults[call] = once(_fail)
+    faulty.faults[call] = once(broken)
     with pytest.raises(offmate.StorageError, match="Input/output error"):
         train(*pair, range(2, 4))
 
@@ -468,13 +484,11 @@ def test_through_pinned_buffers(path, sim, ring, kind, max_us):
 
 def test_a_failing_disk_under_an_accelerator(path, sim, ring, monkeypatch):
     """The error names the file and nothing hangs."""
-    faulty = Faulty()
-    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    monkeypatch.setattr(state_storage, "Engine", engine)
+    faulty = use_faulty_files(monkeypatch)
     with without_allocator():
         pair = compiled(path, device="sim", cpu_budget=CPU_BUDGET + 6 * (1 << 14))
         train(*pair, range(2))
-        faulty.faults["pwritev"] = once(_fail)
+        faulty.faults["pwritev"] = once(broken)
         with pytest.raises(offmate.StorageError, match="Input/output error"):
             train(*pair, range(2, 4))
     pair[0]._offmate_session.device.close()

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import copy
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from offmate.runtime.storage.engine import Engine
 from offmate.solver.options import pieces
 from offmate.solver.schedule import Kind
 
 import offmate
-from offmate.session import state_storage
 
 from ...accelerator.loops import without_allocator
-from ...runtime.storage.faulty import Faulty, once
+from ...runtime.storage.faulty import once
 from . import test_state_storage
+from .disks import broken, use_faulty_files
 from .test_linked_states import check_checkpoints
 from .test_state_storage import (
     KINDS,
     STEPS,
     assert_same,
     batch,
+    check_failing,
     check_interrupt,
+    check_spoilt,
     compiled,
     disk,
     made,
@@ -169,10 +169,7 @@ def _late(write: Callable[..., int], *given: Any) -> int:
 def test_the_second_update_comes_while_the_first_is_being_written(path, sim, ring, monkeypatch):
     """It reads what the first one has made, however slow the drive is."""
     monkeypatch.setattr(test_state_storage, "LAYERS", 8)
-    faulty = Faulty()
-    monkeypatch.setattr(
-        state_storage, "Engine", functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    )
+    faulty = use_faulty_files(monkeypatch)
     faulty.faults["pwritev"] = _late
     with without_allocator():
 
@@ -284,45 +281,14 @@ def test_an_interrupt_loses_nothing(path, number):
     check_interrupt(from_files(path), number, steps=2)
 
 
-def _fail(*_: Any) -> int:
-    raise OSError(5, "Input/output error")
-
-
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_failing_disk_is_named_and_leaves_no_silent_mixture(path, monkeypatch, call):
-    """What is lost is said, training on it is refused, and what is loaded then is trained on exactly."""
-    faulty = Faulty()
-    monkeypatch.setattr(
-        state_storage, "Engine", functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    )
-    pair, plain = from_files(path), made()
-    train(*pair, range(2)), train(*plain, range(2))
-    faulty.faults[call] = once(_fail)
-    with pytest.raises(offmate.StorageError, match="Input/output error"):
-        train(*pair, range(2, 4))
-    assert pair[0]._offmate_session.truth.torn
-    with pytest.raises(offmate.OffmateError, match="Load a checkpoint"):
-        train(*pair, range(4, 5))
-    pair[0].load_state_dict(plain[0].state_dict())
-    pair[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
-    assert train(*pair, range(2, 4)) == train(*plain, range(2, 4))
-    assert_same(pair, plain)
+    faulty = use_faulty_files(monkeypatch)
+    check_failing(from_files(path), faulty, call, once(broken))
 
 
 def test_a_spoilt_file_ends_training_before_a_wrong_number(path, tmp_path):
-    pair = from_files(path)
-    train(*pair, range(2))
-    pair[0].state_dict()
-    for file in (tmp_path / "disk").glob("*.tensor"):
-        with file.open("r+b") as handle:
-            handle.seek(1000)
-            byte = handle.read(1)
-            handle.seek(1000)
-            handle.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(offmate.StorageError, match="does not hold what was written"):
-        train(*pair, range(2, 4))
-    with pytest.raises(offmate.OffmateError, match="Load a checkpoint"):
-        train(*pair, range(4, 5))
+    check_spoilt(from_files(path), tmp_path / "disk")
 
 
 def test_a_full_disk_makes_no_update(path, monkeypatch):

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from offmate.runtime.storage.engine import Engine
 from offmate.solver.items import parameter
 from offmate.solver.problem import Problem
 from offmate.solver.schedule import Kind
 
 import offmate
-from offmate.session import state_storage
 
-from ...runtime.storage.faulty import Faulty
+from ...runtime.storage.faulty import once
 from . import test_state_storage
+from .disks import broken, use_faulty_files
 from .test_linked_states import check_checkpoints
 from .test_state_storage import (
     KINDS,
     STEPS,
     assert_same,
     batch,
+    check_failing,
     check_interrupt,
+    check_spoilt,
     compiled,
     disk,
     made,
@@ -198,6 +197,46 @@ def test_writes_through_tensors_that_are_held_count_after_a_sync(path):
     assert_same(pair, plain)
 
 
+def test_who_holds_memory_from_before_another_plan_is_warned(path, always, caplog):
+    """Values that come back to RAM are in other memory, where a write through older references does not count."""
+    pair = in_files(path, cpu_budget=1_250_000)
+    train(*pair, range(2))
+    before = pair[0].offmate.plan.schedule.parameters_in_files
+    held = [param.data for param in pair[0].parameters()]
+    with caplog.at_level("WARNING", "offmate"):
+        pair[0].layers[0].weight.requires_grad_(False)
+        train(*pair, range(2, 3))
+    assert before - pair[0].offmate.plan.schedule.parameters_in_files
+    assert "still hold memory that they had before" in caplog.text
+    del held
+    caplog.clear()
+    train(*pair, range(3, 5))
+    assert not caplog.text, "nobody holds any"
+
+
+def test_parameters_that_share_one_storage_stay_in_ram(path, always):
+    """None of them would free RAM by leaving, and whoever holds the storage may write to all of them."""
+
+    def flat() -> tuple[Any, torch.optim.Optimizer, torch.Tensor]:
+        model, optimizer = made()
+        params = list(model.parameters())
+        whole = torch.cat([param.data.flatten() for param in params])
+        for param, part in zip(params, whole.split([param.numel() for param in params])):
+            param.data = part.view(param.shape)
+        return model, optimizer, whole
+
+    (model, optimizer, held), (plain, plain_optimizer, plain_held) = flat(), flat()
+    settings = {**BUDGETS, "cpu_budget": 2_000_000, "device": "emulated", "config": offmate.Config(updates="host")}
+    model = offmate.compile(model, settings.pop("gpu_budget"), optimizer=optimizer, storage=path, **settings)
+    for step in range(3):
+        assert train(model, optimizer, range(step, step + 1)) == train(plain, plain_optimizer, range(step, step + 1))
+        model.offmate.sync()
+        for one in (held, plain_held):
+            one.mul_(0.9)
+    assert not model.offmate.plan.schedule.parameters_in_files
+    assert_same((model, optimizer), (plain, plain_optimizer))
+
+
 def test_evaluation_reads_the_new_values(path):
     pair, plain = in_files(path), made()
     for step in range(STEPS):
@@ -220,53 +259,15 @@ def test_an_interrupt_loses_nothing(path, number):
     check_interrupt(in_files(path), number, steps=2)
 
 
-def _fail(*_: Any) -> int:
-    raise OSError(5, "Input/output error")
-
-
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("skipped", [0, 7, 23])
 def test_a_failing_disk_is_named_and_leaves_no_silent_mixture(path, monkeypatch, call, skipped):
-    """What is lost is said, training on it is refused, and what is loaded then is trained on exactly."""
-    faulty = Faulty()
-    monkeypatch.setattr(
-        state_storage, "Engine", functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    )
-    pair, plain = in_files(path), made()
-    train(*pair, range(2)), train(*plain, range(2))
-    left = [skipped]
-
-    def later(real: Any, *given: Any) -> int:
-        left[0] -= 1
-        return _fail() if left[0] == -1 else real(*given)
-
-    faulty.faults[call] = later
-    with pytest.raises(offmate.StorageError, match="Input/output error"):
-        train(*pair, range(2, 4))
-        pair[0].offmate.sync()
-    assert pair[0]._offmate_session.truth.torn
-    with pytest.raises(offmate.OffmateError, match="Load a checkpoint"):
-        train(*pair, range(4, 5))
-    pair[0].load_state_dict(plain[0].state_dict())
-    pair[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
-    assert train(*pair, range(2, 4)) == train(*plain, range(2, 4))
-    assert_same(pair, plain)
+    faulty = use_faulty_files(monkeypatch)
+    check_failing(in_files(path), faulty, call, once(broken, skipped))
 
 
 def test_a_spoilt_file_ends_training_before_a_wrong_number(path, tmp_path):
-    pair = in_files(path)
-    train(*pair, range(2))
-    pair[0].state_dict()
-    for file in (tmp_path / "disk").glob("*.tensor"):
-        with file.open("r+b") as handle:
-            handle.seek(1000)
-            byte = handle.read(1)
-            handle.seek(1000)
-            handle.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(offmate.StorageError, match="does not hold what was written"):
-        train(*pair, range(2, 4))
-    with pytest.raises(offmate.OffmateError, match="Load a checkpoint"):
-        train(*pair, range(4, 5))
+    check_spoilt(in_files(path), tmp_path / "disk")
 
 
 def test_a_plan_is_kept_with_its_homes(path, tmp_path):

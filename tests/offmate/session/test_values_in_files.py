@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from offmate.runtime.storage.engine import Engine
 from offmate.solver.items import ItemKind
 
 import offmate
-from offmate.session import state_storage
 
 from ...accelerator.loops import without_allocator
-from ...runtime.storage.faulty import Faulty, flipped, once, refused
+from ...runtime.storage.faulty import flipped, once
 from . import test_state_storage
+from .disks import broken, full, use_faulty_files
 from .test_state_storage import (
     KINDS,
     assert_same,
@@ -180,12 +177,10 @@ def test_an_interrupt_leaves_whole_values(path, number):
 @pytest.mark.parametrize("skip", [0, 3, 20])
 def test_a_disk_that_fails_once_makes_no_wrong_number(path, call, skip, monkeypatch):
     """The step ends with an error, and later ones are plain PyTorch's from the values that are loaded."""
-    faulty = Faulty()
-    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    monkeypatch.setattr(state_storage, "Engine", engine)
+    faulty = use_faulty_files(monkeypatch)
     pair, plain = compiled(path, **BUDGETS), made()
     steps(pair, range(2)), steps(plain, range(2))
-    faulty.faults[call] = once(refused(errno.EIO), skip)
+    faulty.faults[call] = once(broken, skip)
     with pytest.raises(offmate.StorageError, match="Input/output error"):
         steps(pair, range(2, 3))
     pair[1].zero_grad()
@@ -196,9 +191,7 @@ def test_a_disk_that_fails_once_makes_no_wrong_number(path, call, skip, monkeypa
 
 
 def test_a_flipped_bit_is_found(path, monkeypatch):
-    faulty = Faulty()
-    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    monkeypatch.setattr(state_storage, "Engine", engine)
+    faulty = use_faulty_files(monkeypatch)
     pair = compiled(path, **BUDGETS)
     steps(pair, range(2))
     faulty.faults["preadv"] = once(flipped, 5)
@@ -208,12 +201,10 @@ def test_a_flipped_bit_is_found(path, monkeypatch):
 
 def test_a_full_disk_is_said_in_the_first_step(path, monkeypatch):
     """As often as it is; with more space, training goes on, and the tier's bytes are counted right."""
-    faulty = Faulty()
-    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    monkeypatch.setattr(state_storage, "Engine", engine)
+    faulty = use_faulty_files(monkeypatch)
     pair, plain = compiled(path, **BUDGETS), made()
     for skip in (1, 1, 3):
-        faulty.faults["fallocate"] = once(refused(errno.ENOSPC), skip)
+        faulty.faults["fallocate"] = once(full, skip)
         with pytest.raises(offmate.StorageError, match="No space left"):
             steps(pair, range(1))
     assert_same(pair, plain)
@@ -223,12 +214,10 @@ def test_a_full_disk_is_said_in_the_first_step(path, monkeypatch):
 
 def test_their_space_stays_while_the_model_is_evaluated(path, monkeypatch):
     """No disk that another program has filled meanwhile can end training, and nothing is reserved again."""
-    faulty = Faulty()
-    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
-    monkeypatch.setattr(state_storage, "Engine", engine)
+    faulty = use_faulty_files(monkeypatch)
     pair, plain = compiled(path, **BUDGETS), made()
     assert steps(pair, range(2)) == steps(plain, range(2))
-    faulty.faults["fallocate"] = refused(errno.ENOSPC)
+    faulty.faults["fallocate"] = full
     for number in range(2, 5):
         for model in (pair[0], plain[0]):
             torch.manual_seed(number)
