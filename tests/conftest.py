@@ -64,14 +64,22 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def lasting_cpsat(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Plans are made without starting CP-SAT for every class of blocks, and once; not in the solver's own tests."""
+def quick_plans(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plans rest on a hardware file, skip the passes that take longest, and are made once; not in the solver's tests.
+
+    A module marked `as_users` has plans as users get them: from what is measured, after all passes.
+    """
     if SOLVER in request.path.parents:
         yield
         return
+    from .fuzz.figures import from_hardware_file  # not before: the solver's tests need no torch
     from .fuzz.lasting_cpsat import one_cpsat
     from .fuzz.solved import remembered
 
+    if request.node.get_closest_marker("as_users") is None:
+        with from_hardware_file():
+            yield
+        return
     with one_cpsat(), remembered():
         yield
 
@@ -107,6 +115,8 @@ def sim() -> Iterator[ModuleType]:
     device.reset()
     yield device
     device.reset()
+    if device.memory_allocated():  # held by cycles of objects, and counted by the next test
+        gc.collect()
 
 
 def needs_device(item: pytest.Item) -> bool:

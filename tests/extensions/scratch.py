@@ -17,10 +17,10 @@ from unittest import mock
 
 import torch
 from offmate.solver import items
+from offmate.solver import plan as planning
 from offmate.solver.files import problem_from_dict
 from offmate.solver.files import to_dict as problem_to_dict
 from offmate.solver.items import Item, ItemKind
-from offmate.solver.plan import plan
 from offmate.solver.problem import Option, Problem, ProblemError
 from offmate.solver.program.model import state_program
 from offmate.solver.rounding.groups import round_solution
@@ -36,9 +36,11 @@ import offmate
 from offmate.lowering import problem as lowering
 
 from ..fuzz.figures import from_hardware_file
+from ..fuzz.solved import QUICK
 from ..offmate.loops import Loop, adamw, assert_same, batch, plain, tiny
 from ..solver.random_problems import gated, in_rows, random_problem
 
+plan = functools.partial(planning.plan, ladder=QUICK)
 SEEDS = range(6)
 LARGE = 1 << 20  # more than any of the random problems has in all
 ROWS = ((0, 1 << 10), (3, 100), (6, 4 << 10), (7, 1 << 9))  # of the tiny model's eight blocks

@@ -29,10 +29,12 @@ import offmate
 from offmate.lowering import problem as lowering
 
 from ..fuzz.figures import from_hardware_file
+from ..fuzz.solved import QUICK
 from ..offmate.loops import Loop, adamw, assert_same, batch, plain, tiny
 from ..solver.random_problems import gated, in_rows, random_problem
 
-plan = functools.cache(planning.plan)  # several tests begin with the same plans
+# Several tests begin with the same plans.
+plan = functools.cache(functools.partial(planning.plan, ladder=QUICK))
 PEER = "peer"
 INTO, OUT = Path(PEER, 1.0, 1.0, 1.0).links
 

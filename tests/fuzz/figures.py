@@ -30,9 +30,11 @@ from offmate.profile.store import Measured
 from offmate.programs.programs import NodeCost
 
 from .lasting_cpsat import one_cpsat
-from .solved import solved_once
+from .solved import solved_as_for_users, solved_once
 
 _ROOM_BYTES = 1 << 30  # more than a test writes
+
+_MEASURED = profile._measure
 
 _kept: dict[tuple[str, bool], dict[str, Measured]] = {}  # by hardware file, and whether workspaces are measured
 
@@ -91,12 +93,12 @@ def from_hardware_file(name: str = "emulated", workspaces: bool = False, all_pas
     machine = load(name)
     rates = LinkRates(machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s)
     free_bytes = SystemFiles.free_bytes
-    measure = functools.partial(_in_rated_seconds, profile._measure) if workspaces else _measure
+    measure = functools.partial(_in_rated_seconds, _MEASURED) if workspaces else _measure
     rests_on = f"{name}-{workspaces}-{all_passes}"
     profile_path, plan_path = store._path, planner._path
     with (
         one_cpsat(),
-        contextlib.nullcontext() if all_passes else solved_once(),
+        solved_as_for_users() if all_passes else solved_once(),
         # What was measured for the same model elsewhere is neither used nor replaced, and what follows from it neither.
         mock.patch.object(store, "_kept", _kept.setdefault((name, workspaces), {})),
         mock.patch.object(store, "_path", lambda *args: _apart(profile_path(*args), rests_on)),

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from offmate.solver.plan import Planned, plan
+from offmate.solver.polish import in_time
 from offmate.solver.problem import Problem
 from offmate.solver.refine import Gain
 from offmate.solver.refinements import LADDER as ALL_PASSES
@@ -23,10 +24,11 @@ from offmate.planning import planner, refusal, subject
 from offmate.plans import sweep
 
 # The others take four fifths of the time, and the schedules that they find consist of the same actions.
-_QUICK = tuple(one for one in ALL_PASSES if not isinstance(one, Whole | OtherSteps | Trials))
+QUICK = tuple(one for one in ALL_PASSES if not isinstance(one, Whole | OtherSteps | Trials))
 
 _REMEMBERED = 64  # problems whose plans a process keeps
 _GAP = 0.1  # to the fewest bytes on the host; what is nearer takes three times as long
+_WORK = 4000  # actions that moves are timed for: one variant of most schedules, instead of eight
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -69,7 +71,12 @@ def _once(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return asked
 
 
-_plan_quickly = _once("plan", functools.partial(plan, ladder=_QUICK))
+# What is replaced, as users have it.
+_PLACES = ((planner, "solve_problem"), (sweep, "solve_problem"), (least_host, "_GAP"), (subject, "least_budget"),
+           (refusal, "least_budget"), (refusal, "planned_host"), (in_time, "_WORK"))  # fmt: skip
+_AS_USERS = [(module, name, getattr(module, name)) for module, name in _PLACES]
+
+_plan_quickly = _once("plan", functools.partial(plan, ladder=QUICK))
 
 
 def _reported(problem: Problem, report: Callable[[Gain], None] = lambda gain: None, **how: Any) -> Planned:
@@ -79,15 +86,23 @@ def _reported(problem: Problem, report: Callable[[Gain], None] = lambda gain: No
     return found
 
 
+_QUICKLY = [_reported, _reported, _GAP, _once("least", subject.least_budget), _once("least", refusal.least_budget),
+            _once("host", refusal.planned_host), _WORK]  # fmt: skip
+
+
 @contextlib.contextmanager
-def solved_once() -> Iterator[None]:
-    """Inside, the planner leaves out the passes that take longest, and no process of a run asks what another has."""
-    with (
-        mock.patch.object(planner, "solve_problem", _reported),
-        mock.patch.object(sweep, "solve_problem", _reported),
-        mock.patch.object(least_host, "_GAP", _GAP),
-        mock.patch.object(subject, "least_budget", _once("least", subject.least_budget)),
-        mock.patch.object(refusal, "least_budget", _once("least", refusal.least_budget)),
-        mock.patch.object(refusal, "planned_host", _once("host", refusal.planned_host)),
-    ):
+def _instead(found: list[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for (module, name), own in zip(_PLACES, found, strict=True):
+            stack.enter_context(mock.patch.object(module, name, own))
         yield
+
+
+def solved_once() -> contextlib.AbstractContextManager[None]:
+    """Inside, the planner leaves out the passes that take longest, and no process of a run asks what another has."""
+    return _instead(_QUICKLY)
+
+
+def solved_as_for_users() -> contextlib.AbstractContextManager[None]:
+    """Inside, the planner makes all passes again, whatever is replaced around it."""
+    return _instead([own for *_, own in _AS_USERS])

@@ -14,6 +14,8 @@ from offmate.sizes import format_least_bytes
 
 from ... import warm
 
+pytestmark = pytest.mark.as_users  # a process of its own finds the plans of this one
+
 KEYS = {
     "losses", "reference_losses", "identical", "parameters_identical", "budget_bytes", "peak_bytes",
     "predicted_peak_bytes", "reference_peak_bytes", "least_budget_bytes", "host_bytes", "step_s", "predicted_step_s",

@@ -42,11 +42,11 @@ def test_every_copy_and_update_was_done_with_its_bytes(recorded):
     plan, trace = recorded.model.offmate.plan, recorded.model.offmate.trace
     jobs = trace.recording.jobs
     for resource, moved_bytes in zip((Resource.IN, Resource.OUT), plan.moved_bytes):
-        assert sum(job.bytes for job in jobs if job.resource is resource) == moved_bytes
-    updates = {job.action.name for job in jobs if job.resource is Resource.CPU}
+        assert sum(job.bytes for job in jobs if job.resource == resource) == moved_bytes
+    updates = {job.action.name for job in jobs if job.resource == Resource.CPU}
     assert updates == plan.schedule.update_cpu_s.keys()
     for resource in (Resource.IN, Resource.OUT, Resource.CPU):
-        spans = sorted((job.start_s, job.end_s) for job in jobs if job.resource is resource)
+        spans = sorted((job.start_s, job.end_s) for job in jobs if job.resource == resource)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 

@@ -54,7 +54,7 @@ def test_a_slow_copy_is_long_in_the_trace_and_its_launch_is_not(sim, loop, monke
 
     def begins(job, stream, own=RecordedJob.begins):
         own(job, stream)
-        if holds.is_set() and job.resource is resource and not slow and waited_for(loop, job.action):
+        if holds.is_set() and job.resource == resource and not slow and waited_for(loop, job.action):
             slow.append(job)
             stack = contextlib.ExitStack()
             stack.enter_context(sim.held(stream))
@@ -90,8 +90,8 @@ def test_every_action_and_byte_of_the_schedule_is_in_it(loop):
     taken = [one for walk in recording.walks for one in walk]
     assert tuple(one.action for one in taken) == plan.schedule.actions
     for resource, moved_bytes in zip(COPIES, plan.moved_bytes):
-        assert sum(job.bytes for job in recording.jobs if job.resource is resource) == moved_bytes
-    assert {j.action.name for j in recording.jobs if j.resource is Resource.CPU} == plan.schedule.update_cpu_s.keys()
+        assert sum(job.bytes for job in recording.jobs if job.resource == resource) == moved_bytes
+    assert {j.action.name for j in recording.jobs if j.resource == Resource.CPU} == plan.schedule.update_cpu_s.keys()
     assert losses == plain().steps(0, 3)[1:]
 
 
@@ -103,7 +103,7 @@ def test_what_one_stream_does_does_not_overlap(loop):
     assert all(one.start_s <= one.end_s and one.launch_start_s <= one.launch_end_s for one in taken)
     assert all(a.end_s <= b.start_s for a, b in pairwise(taken))
     for resource in trace.recording.schedule.rates.resources:
-        spans = sorted((j.start_s, j.end_s) for j in trace.recording.jobs if j.resource is resource)
+        spans = sorted((j.start_s, j.end_s) for j in trace.recording.jobs if j.resource == resource)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
         bars = sorted((bar.start_s, bar.end_s) for bar in trace.measured.wrapped() if bar.row is resource)
         assert all(a[1] <= b[0] for a, b in pairwise(bars))
@@ -119,7 +119,7 @@ def test_workers_and_streams_share_one_axis(loop):
         loop.steps(1, 4)
     recording = loop.model.offmate.trace.recording
     by_item = {(job.resource, job.action.name): job for job in recording.jobs}
-    updates = {name: job for (resource, name), job in by_item.items() if resource is Resource.CPU}
+    updates = {name: job for (resource, name), job in by_item.items() if resource == Resource.CPU}
     assert updates
     for name, update in updates.items():
         leaves = by_item[Resource.OUT, f"g:{name}"]
@@ -127,7 +127,7 @@ def test_workers_and_streams_share_one_axis(loop):
         assert leaves.action.step > update.action.step or leaves.end_s < update.start_s + CLOCKS_S
     for tail in recording.tails:
         brought = by_item.get((Resource.IN, f"p:{tail.action.name}"))
-        assert tail.resource is not Resource.CPU or brought is None or tail.end_s < brought.start_s + CLOCKS_S
+        assert tail.resource != Resource.CPU or brought is None or tail.end_s < brought.start_s + CLOCKS_S
 
 
 def test_predicted_and_measured_are_drawn_on_one_axis(loop, tmp_path):

@@ -14,6 +14,8 @@ from offmate.machines.hardware import load
 from offmate.machines.replaying import replaying_s
 from offmate.machines.stopwatch import clock_of, launching_s
 
+pytestmark = pytest.mark.as_users
+
 GIB = 1 << 30
 
 

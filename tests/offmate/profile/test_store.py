@@ -13,6 +13,8 @@ from offmate.profile.figures import measure_all
 
 from ..loops import AMPLE, CPU_BUDGET, adamw, batch, tiny
 
+pytestmark = pytest.mark.as_users
+
 FILE_BODIES = ["", "{", "[]", "3", "null", '{"format": 7}', '{"format": 7, "body": {}, "sha256": 1}', "[" * 100_000]
 
 

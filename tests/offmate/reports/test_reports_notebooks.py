@@ -33,9 +33,10 @@ def run_cells(path):
     from IPython.core.interactiveshell import InteractiveShell
 
     from ...fuzz.lasting_cpsat import one_cpsat
+    from ...fuzz.solved import solved_once
 
     shell = InteractiveShell.instance()
-    with one_cpsat():
+    with one_cpsat(), solved_once():
         for cell in nbformat.read(path, as_version=4).cells:
             if cell.cell_type == "code":
                 shell.run_cell(cell.source).raise_error()

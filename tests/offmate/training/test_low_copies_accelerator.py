@@ -46,8 +46,16 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, clip: float | None) -> l
 
 
 @pytest.mark.parametrize(
-    ("clip", "updates", "tight"),
-    [(None, "auto", True), (0.1, "auto", False), (0.1, "host", True), (0.1, "device", False), (0.1, "device", True)],
+    ("way", "clip", "updates", "tight"),
+    [
+        ("copies", 0.1, "device", True),
+        ("copies", 0.1, "auto", False),
+        ("gradients", 0.1, "host", True),
+        ("gradients", 0.1, "device", False),
+        ("both", None, "auto", True),
+        ("both", 0.1, "host", True),
+    ],
+    indirect=["way"],
 )
 def test_numbers_and_budget(sim: Any, way: str, clip: float | None, updates: Any, tight: bool) -> None:
     plain = built("llama").to("sim")
