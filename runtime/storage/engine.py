@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch
 
-from ...errors import ArgumentValueError
+from ...errors import ArgumentValueError, StorageError
 from ..events import Event
 from .checksums import xxh3
 from .chunks import cut
@@ -80,7 +80,8 @@ class Engine:
         self._files_open: list[ReadOnlyFile] = []
         self._folders: list[Folder] = []
         # A thread that is still in a call when the interpreter shuts down aborts the process.
-        self._close = weakref.finalize(self, _close, self._dispatcher, self._files_open, self._folders)
+        held = self._dispatcher, self._files_open, self._folders
+        self._unasked = weakref.finalize(self, _close_unasked, *held)
         self._stored: dict[str, Stored] = {}
         self._storing = threading.Lock()
         try:
@@ -88,7 +89,7 @@ class Engine:
                 self._disks, [Path(path.folder).absolute() for path in paths], throttles, self._folders
             )
         except BaseException:
-            self._close()
+            self.close()
             raise
         self._layout = Layout(self._homes, self._dispatcher.is_open)
 
@@ -283,7 +284,8 @@ class Engine:
 
         Raises: StorageError if a file cannot be removed.
         """
-        self._close()
+        if self._unasked.detach() is not None:
+            _close(self._dispatcher, self._files_open, self._folders)
 
     def __enter__(self) -> Engine:
         return self
@@ -304,6 +306,14 @@ def _first_byte(name: str, size_bytes: int, n_bytes: int, start: int | None) -> 
     if first < 0 or first + n_bytes > size_bytes:
         raise ArgumentValueError(f"bytes {first} to {first + n_bytes} are not within {name}, which has {size_bytes}")
     return first
+
+
+def _close_unasked(dispatcher: Dispatcher, files: list[ReadOnlyFile], folders: list[Folder]) -> None:
+    """Close what nobody needs any more, or the process leaves at its end; nobody could catch an error."""
+    try:
+        _close(dispatcher, files, folders)
+    except StorageError as error:
+        log.warning("%s", error)
 
 
 def _close(dispatcher: Dispatcher, files: list[ReadOnlyFile], folders: list[Folder]) -> None:

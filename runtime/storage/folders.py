@@ -173,7 +173,8 @@ class Folder:
                 self._closed = True
             for path in tuple(self._made):
                 self.remove(path)
-            self._files.unlink(self.folder / MARKER)
+            with contextlib.suppress(FileNotFoundError):
+                self._files.unlink(self.folder / MARKER)
         except OSError as error:
             raise failed("removing", self.folder / MARKER, error) from error
         finally:

@@ -41,6 +41,7 @@ KEEP = 1
 GPU_BUDGET, CPU_BUDGET = "250KiB", "220KiB"  # too little for all states
 CALLS = [name for name, value in vars(SystemFiles).items() if callable(value) and not name.startswith("_")]
 SYSTEM = ("replace", "fsync", "unlink", "rmdir")  # by which the folder with the weights is written and removed
+EVERY = int(os.environ.get("OFFMATE_TESTS_EVERY", "8"))  # of what a kill may leave, which are tried; `make fuzz`: all
 SAMPLES = [("link", 2), ("link", 7), ("replace", 0), ("unlink", 60), ("remove_folder", 0), ("pwritev", 5)]
 
 
@@ -148,7 +149,7 @@ def goes_on(base: Path, folder: Path) -> None:
 
 
 def everywhere(base: Path, folder: Path) -> None:
-    """Train, keep what a process that is killed at each call would leave, and go on from all that differ."""
+    """Train, keep what a process that is killed at each call would leave, and go on from many that differ."""
     seen: dict[str, Path] = {}
 
     def keep(name: str) -> None:
@@ -161,13 +162,19 @@ def everywhere(base: Path, folder: Path) -> None:
     with small():
         unbroken = _clones(train(base, folder, calls))
         print(len(calls.names), "calls", len(seen), "states of the folders", flush=True)
-        for left in seen.values():
+        for left in _some(tuple(seen.values())):
             gc.collect()
             shutil.rmtree(folder)
             left.rename(folder)
             assert same(train(base, folder), unbroken), left
             check_folder(folder)
     print({*calls.names})
+
+
+def _some(states: tuple[Path, ...]) -> list[Path]:
+    """The first state that each kind of call leaves, and one in so many of all."""
+    first = {left.name.rpartition("-")[2]: left for left in reversed(states)}
+    return [left for i, left in enumerate(states) if i % EVERY == 0 or left in first.values()]
 
 
 def _copy(folder: Path, to: Path) -> None:
@@ -210,7 +217,7 @@ def test_killed_it_goes_on_bit_for_bit(base, tmp_path, unbroken, name, skip):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_killed_at_every_call_it_goes_on_bit_for_bit(base, tmp_path):
+def test_killed_at_any_call_it_goes_on_bit_for_bit(base, tmp_path):
     said = tmp_path / "said"
     assert run(said, everywhere, base, tmp_path / "run", limit_s=3500) == 0, said.read_text()
     for name in ("link", "make_folder", "sync_folder", "fallocate", "pwritev", "remove_folder", "replace"):

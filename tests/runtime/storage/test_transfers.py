@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import shutil
 import threading
 import time
 import weakref
@@ -18,7 +19,7 @@ from offmate.runtime.storage.transfers import Transfer
 
 from offmate.errors import ArgumentValueError, LibraryError, StorageError
 
-from .faulty import PAGE, Faulty, at_most, checkpoint, content, once, refused
+from .faulty import PAGE, Faulty, at_most, checkpoint, content, engine_on, once, refused
 
 LONG_S = 20
 
@@ -313,6 +314,23 @@ def test_an_engine_that_nobody_needs_ends_its_threads(weights):
     del running
     gc.collect()
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_folder_that_is_gone_is_closed_without_a_word(tmp_path):
+    running = engine_on(tmp_path / "disk")
+    shutil.rmtree(tmp_path / "disk")
+    running.close()
+
+
+def test_what_nobody_closed_and_cannot_be_removed_is_a_line_of_the_log(tmp_path, caplog):
+    """An error could be caught by nobody, and would be a traceback at the end of the process."""
+    faulty = Faulty()
+    running = engine_on(tmp_path / "disk", files=faulty)
+    faulty.faults["unlink"] = refused(errno.EROFS)
+    del running
+    gc.collect()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "Read-only file system" in record.getMessage()
 
 
 def test_memory_is_free_when_the_event_has_happened(weights):
