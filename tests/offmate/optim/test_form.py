@@ -17,6 +17,8 @@ from offmate.optim.updater import Updater, parameter_names
 
 from ..loops import AMPLE, Loop, assert_same, batch, tiny
 
+pytestmark = pytest.mark.as_users
+
 optim = torch.optim
 SETTINGS: dict[str, Any] = {"device": "emulated", "cpu_budget": 1 << 30, "config": offmate.Config(cache_dir=None)}
 

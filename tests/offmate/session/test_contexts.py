@@ -21,6 +21,8 @@ import offmate
 from ...warm import run
 from ..loops import CPU_BUDGET, Loop, assert_same, batch, compiled, plain, tensors, tiny, trained
 
+pytestmark = pytest.mark.as_users
+
 BUDGETS = ("ample", "least")
 
 
