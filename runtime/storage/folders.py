@@ -173,8 +173,7 @@ class Folder:
                 self._closed = True
             for path in tuple(self._made):
                 self.remove(path)
-            with contextlib.suppress(FileNotFoundError):
-                self._files.unlink(self.folder / MARKER)
+            self._files.unlink(self.folder / MARKER)
         except OSError as error:
             raise failed("removing", self.folder / MARKER, error) from error
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import shutil
 import threading
 import time
 import weakref
@@ -314,12 +313,6 @@ def test_an_engine_that_nobody_needs_ends_its_threads(weights):
     del running
     gc.collect()
     assert not any(thread.is_alive() for thread in threads)
-
-
-def test_a_folder_that_is_gone_is_closed_without_a_word(tmp_path):
-    running = engine_on(tmp_path / "disk")
-    shutil.rmtree(tmp_path / "disk")
-    running.close()
 
 
 def test_what_nobody_closed_and_cannot_be_removed_is_a_line_of_the_log(tmp_path, caplog):
