@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 from offmate.solver.plan import Planned, plan
-from offmate.solver.polish import in_time
 from offmate.solver.problem import Problem
 from offmate.solver.refine import Gain
 from offmate.solver.refinements import LADDER as ALL_PASSES
@@ -28,7 +27,6 @@ QUICK = tuple(one for one in ALL_PASSES if not isinstance(one, Whole | OtherStep
 
 _REMEMBERED = 64  # problems whose plans a process keeps
 _GAP = 0.1  # to the fewest bytes on the host; what is nearer takes three times as long
-_WORK = 4000  # actions that moves are timed for: one variant of most schedules, instead of eight
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -73,7 +71,7 @@ def _once(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 # What is replaced, as users have it.
 _PLACES = ((planner, "solve_problem"), (sweep, "solve_problem"), (least_host, "_GAP"), (subject, "least_budget"),
-           (refusal, "least_budget"), (refusal, "planned_host"), (in_time, "_WORK"))  # fmt: skip
+           (refusal, "least_budget"), (refusal, "planned_host"))  # fmt: skip
 _AS_USERS = [(module, name, getattr(module, name)) for module, name in _PLACES]
 
 _plan_quickly = _once("plan", functools.partial(plan, ladder=QUICK))
@@ -87,7 +85,7 @@ def _reported(problem: Problem, report: Callable[[Gain], None] = lambda gain: No
 
 
 _QUICKLY = [_reported, _reported, _GAP, _once("least", subject.least_budget), _once("least", refusal.least_budget),
-            _once("host", refusal.planned_host), _WORK]  # fmt: skip
+            _once("host", refusal.planned_host)]  # fmt: skip
 
 
 @contextlib.contextmanager
