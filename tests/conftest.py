@@ -123,11 +123,6 @@ def needs_device(item: pytest.Item) -> bool:
     return "sim" in getattr(item, "fixturenames", ())
 
 
-def may_leave_memory(item: pytest.Item) -> bool:
-    """Whether memory of the device may stay taken after a test: an error of a disk that fails there keeps its model."""
-    return needs_device(item) and "a_failing_disk" in item.name
-
-
 def is_fast(item: pytest.Item) -> bool:
     """Whether a test may be in the fast part."""
     folder = item.path.parent.relative_to(Path(__file__).parent).as_posix()
@@ -146,10 +141,9 @@ def fast_part(items: list[pytest.Item]) -> list[pytest.Item]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests on the simulated accelerator come last: once torch has an accelerator it has it until the process ends.
 
-    Long files come first, so that no process is left with one at the end. Of those on the device, the ones that may
-    leave memory on it come after all others, some of which look at how much is taken.
+    Long files come first, so that no process is left with one at the end.
     """
-    items.sort(key=lambda item: (needs_device(item), may_leave_memory(item), item.path.name not in LONG))
+    items.sort(key=lambda item: (needs_device(item), item.path.name not in LONG))
     if config.getoption("--fast"):
         kept = fast_part(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

@@ -119,7 +119,8 @@ def check_overlaps(model: torch.nn.Module) -> None:
     """Raise OffmateError if different parameters share memory, which would be moved and updated twice."""
     sharing: dict[int, list[tuple[str, torch.nn.Parameter]]] = {}
     for name, param in model.named_parameters():
-        if param.device.type == "cpu" and param.layout is torch.strided and param.numel():
+        # `device` is where a parameter is used.
+        if param.is_cpu and param.layout is torch.strided and param.numel():
             sharing.setdefault(param.untyped_storage().data_ptr(), []).append((name, param))
     for alike in sharing.values():
         if len(alike) > 1 and any(param.requires_grad for _, param in alike):

@@ -124,7 +124,7 @@ class DiskQueue:
                 self._changed.notify(len(part.requests))
                 return
             part.drop(hangs=True)
-        transfer.fail(error)
+        transfer.fail(StorageError(str(error)))  # one of its own, or the error would collect the frames of all who wait
 
     @contextlib.contextmanager
     def counted(self, writes: bool, n_bytes: int) -> Iterator[None]:
@@ -175,7 +175,7 @@ class DiskQueue:
             )
             hanging, dropped = set(self._under_way.values()), self._drop()
         for transfer in hanging | dropped:
-            transfer.fail(self._error, at_once=True)
+            transfer.fail(StorageError(str(self._error)), at_once=True)
 
     def close(self, error: StorageError) -> bool:
         """End the threads after the requests under way; those not begun fail.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,12 +30,14 @@ class _UnderWay:
     ----------
     bytes_of: those of the tensor that it reads or writes. touches: these and the rest of chunks that it writes to
         another place, which nobody else may use meanwhile.
+    event: held by those who carry the transfer out, until it has ended. It is weak, since the error of one that failed
+        has the frames of all that waited for it, and with them tensors whose memory is known by what has this.
     """
 
     bytes_of: Range
     touches: Range
     writes: bool
-    event: Event
+    event: weakref.ref[Event]
     written_to: Mapping[int, Place] = field(default_factory=dict)
 
 
@@ -90,12 +92,10 @@ class Stored(StoredChunks):
                 self._check_written(wanted, [one.bytes_of for one in self._under_way if one.writes])
             routes = self._routes(wanted, writes, keeping)
             touches = self._touched(wanted, routes)
-            earlier = [
-                one.event for one in self._under_way if (writes or one.writes) and within([one.touches], *touches)
-            ]
-            event = submit(self._parts(tensor, start, writes, routes, keeping), tuple(earlier))
+            earlier = [one for one in self._under_way if (writes or one.writes) and within([one.touches], *touches)]
+            event = submit(self._parts(tensor, start, writes, routes, keeping), _events(earlier))
             goes_to = {chunk: route.target for chunk, route in routes.items()} if writes else {}
-            self._under_way.append(_UnderWay(wanted, touches, writes, event, goes_to))
+            self._under_way.append(_UnderWay(wanted, touches, writes, weakref.ref(event), goes_to))
         return event
 
     def forget(self, start: int, end: int) -> list[int]:
@@ -145,17 +145,17 @@ class Stored(StoredChunks):
             routes = {chunk: Route(self.places[chunk], self.places[chunk]) for chunk in unknown}
             nothing = torch.empty(0, dtype=torch.uint8)
             parts = _parts_of({chunk: Seal(self, chunk, route, nothing, 0) for chunk, route in routes.items()})
-            return submit(parts, tuple(one.event for one in self._under_way))
+            return submit(parts, _events(self._under_way))
 
     def wait(self) -> None:
         """Wait for all transfers. What fails in one raises."""
         with self._ordering:
-            under_way = self._not_done()
-        for one in under_way:
-            one.event.synchronize()
+            under_way = _events(self._not_done())
+        for event in under_way:
+            event.synchronize()
 
     def _not_done(self) -> list[_UnderWay]:
-        return [one for one in self._under_way if not one.event.done()]
+        return [one for one in self._under_way if (event := one.event()) is not None and not event.done()]
 
     def _still_transferred(self, mapped: Range, transfer: _UnderWay) -> StorageError:
         first, last = transfer.bytes_of
@@ -206,6 +206,11 @@ class Stored(StoredChunks):
         missing = first_missing(written + soon, *wanted)
         if missing is not None:
             raise self.never_written(missing, wanted)
+
+
+def _events(transfers: Iterable[_UnderWay]) -> tuple[Event, ...]:
+    """Return the events of transfers that have not ended."""
+    return tuple(event for one in transfers if (event := one.event()) is not None)
 
 
 def _parts_of(work: Mapping[int, ChunkRequest]) -> list[Part]:

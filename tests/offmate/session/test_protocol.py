@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import offmate
 from offmate import OffmateError, ProtocolError
 
+from ...accelerator.loops import on_sim
 from ..loops import (  # fmt: skip
     AMPLE,
     CPU_BUDGET,
@@ -427,6 +428,20 @@ def test_memory_of_another_parameter_is_refused_until_it_is_given_back():
     second.data = own
     first.data, second.data = first.data.clone(), second.data.clone()  # memory of their own counts
     goes_on(loop, 1)
+
+
+def test_memory_of_another_parameter_is_refused_on_an_accelerator(sim, cache_dir):
+    """Parameters are in RAM there, too, whatever their `device` says."""
+    with on_sim(None, cache_dir=cache_dir, inputs=batch(0)) as loop:
+        reference = plain(1)
+        loop.steps(0, 1)
+        first, second = loop.model.layers[0].weight, loop.model.layers[1].weight
+        own = second.data
+        second.data = first.data
+        with pytest.raises(offmate.OffmateError, match=r"layers.1.weight shares memory with layers.0.weight"):
+            loop.forward(1)
+        second.data = own
+        assert loop.steps(1, 3) == reference.steps(1, 3)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

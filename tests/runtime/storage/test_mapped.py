@@ -9,6 +9,7 @@ import mmap
 import os
 import pickle
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -278,6 +279,25 @@ def test_the_space_is_given_back_with_the_last_tensor_on_it(tmp_path):
             del row
             assert memory() is None and files_in(tmp_path) == []
             assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_memory_dies_though_a_write_of_it_failed(tmp_path):
+    """The error has the frames of those who waited, and with them the tensor, by whose memory its place is known."""
+    engine, store = store_on(tmp_path)
+
+    def fails():
+        mapped, gate = store.empty("exp_avg", torch.empty(CHUNK, dtype=torch.uint8)), LaneEvent()
+        written = store.bytes_of(mapped).write(random_bytes(CHUNK), 0, after=(gate,))
+        gate.settle(ValueError("the job before it failed"))
+        with pytest.raises(ValueError, match="the job before it failed"):
+            written.synchronize()
+        return weakref.ref(mapped.untyped_storage())
+
+    with engine:
+        memory, end_s = fails(), time.monotonic() + 5
+        while memory() is not None and time.monotonic() < end_s:
+            gc.collect()
+        assert memory() is None and files_in(tmp_path) == []
 
 
 def test_a_transfer_ends_before_the_space_of_a_dropped_tensor_is_given_back(tmp_path):
