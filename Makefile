@@ -2,9 +2,9 @@
 # make test    the test suite, in two processes (make test TORCH=2.11.0 tries another torch); ARGS="-k sizes" and such:
 #              a part of it, in one
 # make fast    of the suite what takes minutes (make fast TORCH=2.11.0 or TORCH=newest; what it is: tests/conftest.py)
-# make fuzz    the property tests with examples that have not been tried before, kills at every call to a file, then
-#              2,000 sequences of user actions against plain PyTorch; when stopped it goes on where it was
-#              (SEQUENCES="--sequences 50" and such)
+# make fuzz    the property tests with examples that have not been tried before, every case of tests that make test
+#              samples, kills at every call to a file, then 2,000 sequences of user actions against plain PyTorch; when
+#              stopped these go on where they were (SEQUENCES="--sequences 50" and such)
 # make standin PyTorch's CUDA build over a stand-in for the CUDA runtime (Linux on x86-64; 2 GB; ARGS="-k waits" and such)
 # make lint    style and format; make types: type check of the installed package
 # make docs    the documentation as HTML in docs/_build; a warning is an error
@@ -48,6 +48,7 @@ fast: $(VENV)/installed
 
 fuzz: $(VENV)/installed
 	@$(VENV)/bin/python -m pytest --hypothesis-profile fuzz tests/solver tests/offmate/reports/test_reports.py $(ARGS)
+	@OFFMATE_TESTS_EVERY=1 $(VENV)/bin/python -m pytest -m sampled $(ARGS)
 	@OFFMATE_TESTS_EVERY=1 $(VENV)/bin/python -m pytest tests/offmate/finetune/test_killed_checkpoints.py $(ARGS)
 	@$(VENV)/bin/python -m tests.fuzz $(SEQUENCES)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -39,7 +41,7 @@ _NOT_FAST = (
     "fuzz", "golden", "solver",
     "offmate/cli", "offmate/finetune", "offmate/integrations", "offmate/reports", "offmate/training",
 )  # fmt: skip
-SOLVER = Path(__file__).parent / "solver"
+SOLVER, STANDIN = (Path(__file__).parent / name for name in ("solver", "standin"))
 LONG = {
     "test_accelerator.py", "test_finetune_runs.py", "test_parity_language.py", "test_parity_gate.py",
     "test_reports_notebooks.py", "test_protocol.py",
@@ -67,20 +69,26 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def quick_plans(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plans rest on a hardware file, skip the passes that take longest, and are made once; not in the solver's tests.
 
-    A module marked `as_users` has plans as users get them: from what is measured, after all passes.
+    Over the stand-in for CUDA, and on a card, they rest on what is measured there. A module marked `as_users` has plans
+    as users get them: from what is measured, after all passes.
     """
     if SOLVER in request.path.parents:
         yield
         return
     from .fuzz.figures import from_hardware_file  # not before: the solver's tests need no torch
     from .fuzz.lasting_cpsat import one_cpsat
-    from .fuzz.solved import remembered
+    from .fuzz.solved import remembered, solved_once
 
-    if request.node.get_closest_marker("as_users") is None:
-        with from_hardware_file():
-            yield
-        return
-    with one_cpsat(), remembered():
+    marked = request.node.get_closest_marker
+    with contextlib.ExitStack() as stack:
+        if marked("as_users") is not None:
+            stack.enter_context(one_cpsat())
+            stack.enter_context(remembered())
+        elif marked("cuda") is not None or STANDIN in request.path.parents:
+            stack.enter_context(one_cpsat())
+            stack.enter_context(solved_once())
+        else:
+            stack.enter_context(from_hardware_file())
         yield
 
 
@@ -138,12 +146,41 @@ def fast_part(items: list[pytest.Item]) -> list[pytest.Item]:
     return list(first.values())
 
 
+def sampled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """All tests, but of those marked `sampled(n)` one case in n, and whatever else each of the few values needs."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = {item for cases in tests.values() for item in cases} - {
+        item for cases in tests.values() for item in _one_in_so_many(cases)
+    }
+    return [item for item in items if item not in left_out]
+
+
+def _one_in_so_many(cases: list[Any]) -> Iterator[pytest.Item]:
+    """Yield one case in so many, and the first one with a value that none has, of parameters with few values."""
+    every = cases[0].get_closest_marker("sampled").args[0]
+    values = [{(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases]
+    number = Counter(name for name, _ in set().union(*values))
+    missing = {value for value in set().union(*values) if number[value[0]] <= len(cases) / every}
+    for i, (case, own) in enumerate(zip(cases, values)):
+        if i % every == 0 or own & missing:
+            missing -= own
+            yield case
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests on the simulated accelerator come last: once torch has an accelerator it has it until the process ends.
 
-    Long files come first, so that no process is left with one at the end.
+    Long files come first, so that no process is left with one at the end. `make fuzz` tries all cases.
     """
     items.sort(key=lambda item: (needs_device(item), item.path.name not in LONG))
+    one_by_one = any("::" in argument for argument in config.args)
+    if os.environ.get("OFFMATE_TESTS_EVERY") != "1" and not one_by_one:
+        kept = sampled(items)
+        config.hook.pytest_deselected(items=sorted({*items} - {*kept}, key=items.index))
+        items[:] = kept
     if config.getoption("--fast"):
         kept = fast_part(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

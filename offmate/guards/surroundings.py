@@ -37,7 +37,7 @@ def kernel_settings() -> tuple[Any, ...]:
     deterministic: Any = torch.utils.deterministic
     return (
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
-        tuple(attention_order()), torch.backends.mha.get_fastpath_enabled(),
+        attention_order(), torch.backends.mha.get_fastpath_enabled(),
         torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory,
         _precisions(),
         cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.matmul.allow_bf16_reduced_precision_reduction,

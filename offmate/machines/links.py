@@ -46,7 +46,7 @@ class LinkRates:
 _MIB = 1 << 20
 _SIZES_BYTES = (_MIB // 64, _MIB // 16, _MIB, 16 * _MIB)  # of the copies that are timed
 _LARGEST_ON_CARD_BYTES = 256 * _MIB  # the host's part in starting a copy then no longer counts
-_PART_OF_CARD = 8  # the largest copy takes at most one part in so many of a card's free memory
+_PART_OF_CARD = 8  # the largest copy takes at most one part in so many of what may be taken of a card
 _QUEUED = 8  # copies that are started one after another
 _QUEUED_BYTES = 32 * _MIB  # of these together, if they are large
 _REPEATS = 3  # timed runs, after a first one that does not count
@@ -73,11 +73,13 @@ def measure_link(device: Device) -> LinkRates:
 
 
 def _sizes_bytes(device: Device) -> tuple[int, ...]:
-    """Return the sizes to be timed: large ones on a card whose memory allows them."""
-    if device.torch_device.type != "cuda":
+    """Return the sizes to be timed: large ones on a card whose memory, and what a budget leaves of it, allow them."""
+    where = device.torch_device
+    if where.type != "cuda":
         return _SIZES_BYTES
-    free, _ = torch.accelerator.get_memory_info(device.torch_device)
-    largest = min(_LARGEST_ON_CARD_BYTES, free // _PART_OF_CARD)
+    free, total = torch.accelerator.get_memory_info(where)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(where) * total) - torch.accelerator.memory_reserved(where)
+    largest = min(_LARGEST_ON_CARD_BYTES, min(free, allowed) // _PART_OF_CARD)
     return (*_SIZES_BYTES, largest) if largest > _SIZES_BYTES[-1] else _SIZES_BYTES
 
 

@@ -75,4 +75,19 @@ def flops(node: fx.Node) -> int:
         causal = bool(args[7])
         return operators.flops_of_attention_backward(*(t.shape for t in args[:4])) // (2 if causal else 1)
     count = operators.flop_counts.get(getattr(node.target, "overloadpacket", None))
+    if "attention" in str(node.target):
+        args = _with_all_heads(args)
     return int(count(*args, **kwargs, out_val=node.meta["val"])) if count is not None else 0
+
+
+def _with_all_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of attention with as many heads of keys and values as of queries; torch counts no others."""
+    heads = [arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4]
+
+    def whole(arg: Any) -> Any:
+        if not isinstance(arg, torch.Tensor) or arg.dim() != 4 or arg.shape[1] == max(heads):
+            return arg
+        samples, _, tokens, width = arg.shape
+        return torch.empty(samples, max(heads), tokens, width, device="meta", dtype=arg.dtype)
+
+    return tuple(map(whole, args))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch.utils import _foreach_utils, flop_counter
+
+from .tracing import FakeTensorMode, outside_of_modes
 
 OpOverload = torch._ops.OpOverload
 """The class of a node's target that is one of the dispatcher's operators; `torch.ops` names only objects of it."""
@@ -19,8 +22,21 @@ norms_of = torch._foreach_norm
 grouped_by_kind = _foreach_utils._group_tensors_by_device_and_dtype
 """Groups tensors as `torch.nn.utils.get_total_norm` does, in its order, which determines the rounding of the sum."""
 
-attention_order = torch._C._get_sdp_priority_order
-"""Returns the order in which attention kernels are tried; the public API can only set it."""
+
+def attention_order() -> tuple[int, ...]:
+    """Return the order in which attention kernels are tried; the public API can only set it."""
+    if torch.cuda.is_initialized():
+        _choose_attention()
+    return tuple(torch._C._get_sdp_priority_order())
+
+
+@functools.cache
+def _choose_attention() -> None:
+    """Have torch choose a kernel once: on some cards, the first choice of a process changes the order."""
+    with outside_of_modes(), FakeTensorMode(), torch.autocast("cuda", enabled=False):
+        heads = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device="cuda")
+        torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
 
 flops_of_attention = flop_counter.sdpa_flop_count
 flops_of_attention_backward = flop_counter.sdpa_backward_flop_count

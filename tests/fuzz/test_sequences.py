@@ -35,6 +35,7 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sequence(seed: int, cache_dir: str) -> None:
     given = sequences.sequence(seed)

@@ -80,6 +80,7 @@ def run(arguments: list[str], first: Path, where: Path) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_broken_library_is_a_sentence(name, tmp_path):
     error = "OSError" if name in ("pulp", "rich", "peft") else "ImportError"

@@ -19,6 +19,8 @@ from offmate.solver.solve import least_budget, least_host, least_host_within_dev
 
 from .random_problems import gated, in_rows, limited, random_problem
 
+pytestmark = pytest.mark.sampled(3)
+
 
 @dataclass
 class Count:

@@ -66,6 +66,7 @@ def host_highs(schedule: Schedule) -> list[int]:
     return highs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_tight_host(seed: int) -> None:
     problem = random_case(seed)

@@ -28,6 +28,7 @@ def under(problem, device=0.6):
     return replace(problem, device_budget_bytes=int(device * ample.simulation.peak_bytes))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_plan_is_no_slower_than_one_that_ignores_the_limit(seed):
     rng = random.Random(seed)

@@ -67,6 +67,7 @@ def test_every_step_of_the_program_has_room_for_its_copies(seed: int) -> None:
             assert solution.step_s[step] >= seconds * (1 - 1e-6), (link, step)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_schedule_takes_them_too_and_is_no_faster_than_the_bound(seed: int) -> None:
     problem = problem_of(seed)

@@ -144,6 +144,7 @@ def test_files_name_it_only_where_it_is() -> None:
     assert "log_cpu_s" not in to_dict(scheduled(plain))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_plans_are_valid_and_no_slower(seed: int) -> None:
     """In fractions. Schedules of whole tensors keep all rules, host memory included where little is left."""

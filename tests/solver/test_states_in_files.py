@@ -72,6 +72,7 @@ def planned(seed: int) -> tuple[Problem, Schedule]:
     return problem, schedule
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_plans_obey_the_rules(seed):
     """RAM and the drive keep to their bytes, what is written is read, and only states go there."""

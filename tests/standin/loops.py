@@ -67,6 +67,7 @@ def training(
     if budget is None:
         budget = tight_budget(case, model, given)
     index = torch.device(device).index
+    torch.cuda.init()
     torch.cuda.reset_peak_memory_stats(index)
     offmate.compile(model, budget, **given)
     loop = Loop(case, model, optimizer, index)

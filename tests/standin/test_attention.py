@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,6 +116,23 @@ def test_the_kernel_that_is_chosen_by_default():
     layouts = watched(lambda: torch.nn.functional.scaled_dot_product_attention(*(heads_first(96) for _ in range(3))))
     wanted = CHOSEN_BY_DEFAULT[architecture()]
     assert wanted in layouts.operators[0], f"attention ran as {layouts.operators[0]}, not as {wanted}"
+
+
+FIRST_ATTENTION = """
+import torch
+from offmate.guards.surroundings import kernel_settings
+torch.cuda.init()
+before = kernel_settings()
+heads = torch.zeros(1, 2, 32, 64, device="cuda", dtype=torch.bfloat16)
+torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+assert kernel_settings() == before, (kernel_settings(), before)
+"""
+
+
+def test_the_first_attention_of_a_process_changes_no_settings_of_kernels():
+    """A second batch would be planned again otherwise, since the order in which kernels are tried is one of them."""
+    ended = subprocess.run([sys.executable, "-c", FIRST_ATTENTION], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -31,3 +33,11 @@ def test_what_is_reserved_and_what_a_step_asks_for(name, cache_dir):
     assert max(step.syncs for step in steady) <= waits, f"in a steady step the host waits more often than {waits} times"
     # Not kernels in total: what is moved within the card depends on the state in which a step finds its memory.
     assert len({step.products for step in steady}) == 1, "steady steps make different products"
+
+
+def test_a_budget_smaller_than_the_copies_that_are_timed_otherwise(tmp_path: Path) -> None:
+    """A process that has measured nothing yet stays within it while it measures."""
+    budget = 160 << 20
+    with training(CASES["llama"], str(tmp_path), budget=budget) as loop:
+        loop.step()
+        assert torch.cuda.max_memory_reserved(0) <= budget

@@ -111,6 +111,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name, outputs, tied",
     [

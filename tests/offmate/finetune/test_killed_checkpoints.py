@@ -41,7 +41,7 @@ KEEP = 1
 GPU_BUDGET, CPU_BUDGET = "250KiB", "220KiB"  # too little for all states
 CALLS = [name for name, value in vars(SystemFiles).items() if callable(value) and not name.startswith("_")]
 SYSTEM = ("replace", "fsync", "unlink", "rmdir")  # by which the folder with the weights is written and removed
-EVERY = int(os.environ.get("OFFMATE_TESTS_EVERY", "8"))  # of what a kill may leave, which are tried; `make fuzz`: all
+EVERY = int(os.environ.get("OFFMATE_TESTS_EVERY", "40"))  # of what a kill may leave, which are tried; `make fuzz`: all
 SAMPLES = [("link", 2), ("link", 7), ("replace", 0), ("unlink", 60), ("remove_folder", 0), ("pwritev", 5)]
 
 
@@ -207,6 +207,7 @@ def unbroken(base: Path) -> Any:
     return torch.load(folder / "end.pt")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "skip"), SAMPLES)
 def test_killed_it_goes_on_bit_for_bit(base, tmp_path, unbroken, name, skip):
     folder, said = tmp_path / "run", tmp_path / "said"

@@ -459,6 +459,7 @@ def freeze_and_write(model: Any) -> None:
     model.adapters[0].requires_grad_(False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [scale_base, tie, reverse, freeze_and_scale, freeze_and_write])
 def test_a_change_of_the_set_of_parameters_hides_no_edit(checkpoint, change):
     model, optimizer, plain, own = roomy(checkpoint)

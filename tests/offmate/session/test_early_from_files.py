@@ -470,6 +470,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 AUTO = replace(CONFIG, speculate="auto")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("skip", [0, 1, 3])
 @pytest.mark.parametrize(
     ("order", "micro", "gpu", "ram"),

@@ -142,6 +142,7 @@ BUDGETS = {"amsgrad": (1_900_000, 3_000_000), "momentum": (1_400_000, 1_500_000)
            "masters": (2_000_000, 1_600_000)}  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_weights_and_states_are_plain_pytorchs(path, kind):
     make, dtype = KINDS[kind]

@@ -58,6 +58,7 @@ def train_until_stored(pair: Any, plain: Any) -> None:
 # -- space before the first step --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["adamw", "amsgrad", "momentum", "masters"])
 def test_all_space_is_taken_before_the_first_update_and_no_more_afterwards(paths, tmp_path, monkeypatch, kind):
     from .test_state_storage import BUDGETS, CPU_BUDGET, GPU_BUDGET

@@ -71,6 +71,7 @@ def check_plan(model: Any, **budgets: int) -> None:
     assert model.offmate.peak_bytes <= budgets["gpu_budget"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_weights_and_states_are_plain_pytorchs(path, kind):
     make, dtype = KINDS[kind]
@@ -105,6 +106,7 @@ def test_as_many_bytes_are_written_and_read_as_planned(path):
     assert "of activations are read from the storage paths" in plan.explain()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [
     {"max_grad_norm": float("inf")},
     {"accumulation_steps": 3},
@@ -150,6 +152,7 @@ def test_a_forward_without_a_backward_leaves_nothing_behind(path):
     assert_same(pair, plain)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(0, 90, 7))
 def test_an_interrupt_leaves_whole_values(path, number):
     pair, plain = compiled(path, **BUDGETS), made()

@@ -277,6 +277,7 @@ def shaken(room: Callable[[Arena, tuple[int, ...]], None]) -> Callable[[Arena, t
     return shake
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "settings"), [
     ("convolutions", ()), ("llama", ()), ("llama", (2, 0.1)), ("wide", ()), ("wide", (3,)),
 ])  # fmt: skip
@@ -477,6 +478,7 @@ def buffers_seen(model: Any, optimizer: torch.optim.Optimizer, when: str) -> lis
     return [*seen, *(value.cpu() for value in model.state_dict().values())]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize("when", ["forward", "backward", "step"])
 def test_buffers_that_forwards_write_read_current(sim, when, planned):

@@ -137,6 +137,7 @@ def test_numbers_are_those_of_the_model_in_float32(kind: type[Adapted], budget: 
         assert torch.equal(param, trained[name].to(param.dtype)), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [Adapted, WithOwnRegion, ReadWhole])
 @pytest.mark.parametrize("budget", ["plain", "ample", "least"])
 @pytest.mark.parametrize("gate", [False, True])

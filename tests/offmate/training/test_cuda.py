@@ -73,9 +73,9 @@ def compiled(model: Any, budget_bytes: int) -> tuple[Any, torch.optim.Optimizer]
     return offmate.compile(model, budget_bytes, optimizer=optimizer, **settings), optimizer
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, n_steps: int) -> list[float]:
+def train(model: Any, optimizer: torch.optim.Optimizer, n_steps: int, first: int = 0) -> list[float]:
     losses = []
-    for step in range(n_steps):
+    for step in range(first, n_steps):
         loss = model(**batch(step)).loss
         loss.backward()
         optimizer.step()
@@ -145,8 +145,13 @@ def budget_of(level: str, dtype: torch.dtype) -> int:
 def test_numbers_and_budget(level, dtype, exact):
     """Losses and parameters are the reference's; reserved memory stays within budget and prediction."""
     budget = budget_of(level, dtype)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
     model, optimizer = compiled(llama(dtype), budget)
-    losses = train(model, optimizer, 5)
+    losses = train(model, optimizer, 1)
+    assert torch.accelerator.max_memory_reserved() <= budget
+    torch.accelerator.reset_peak_memory_stats()  # what was measured before the first step may take more than it
+    losses += train(model, optimizer, 5, first=1)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     plan, reserved = model.offmate.plan, torch.accelerator.max_memory_reserved()
     on_host = set(plan.schedule.update_cpu_s)

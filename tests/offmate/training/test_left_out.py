@@ -54,6 +54,7 @@ def trained(
     return losses
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("left_out", LEFT_OUT, ids=WAYS)
 @pytest.mark.parametrize("per_pass", [1, 2, 3, MICRO_BATCHES])
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["no clipping", "clips"])

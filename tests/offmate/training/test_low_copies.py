@@ -65,6 +65,7 @@ def case(name: str, **settings: Any) -> Case:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "clip", "updates"),
     [
@@ -78,6 +79,7 @@ def test_numbers_states_and_peak(way: str, name: str, clip: float | None, update
     assert moved(check(own, AMPLE_BYTES, None).plan, way)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("optimizer", "clip"), [("fused", None), *((optimizer, 0.05) for optimizer in TESTED)])
 def test_in_the_least_budget(way: str, optimizer: str, clip: float | None) -> None:
     own = case(f"least-{clip}", max_grad_norm=clip, optimizer=optimizer)
@@ -246,6 +248,7 @@ BETWEEN = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("way", "updates"),
     [("copies", "host"), ("copies", "device"), ("gradients", "host"), ("both", "device")],
@@ -324,6 +327,7 @@ def test_a_plan_for_weights_that_are_read_otherwise_is_refused(low: None, tmp_pa
         model(ids=torch.zeros(3, 12).long(), y=torch.zeros(3, 12).long())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_states_in_rows(way: str, monkeypatch: pytest.MonkeyPatch, clip: float | None) -> None:
     """The device updates rows of a weight, with those of its state, the weight itself among it."""
@@ -413,6 +417,7 @@ def test_sums_over_micro_batches_are_in_float32(low: None) -> None:
     assert (sizes["head.weight"].param_bytes, sizes["head.weight"].grad_bytes) == (2 * elements, 4 * elements)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("updates", ["host", "device"])
 @pytest.mark.parametrize("clip", [None, 0.05, 1e9])
 @pytest.mark.parametrize("budget", ["ample", "least"])

@@ -42,6 +42,7 @@ def gated(model: str, micro: int, clip: dict[str, float]) -> Case:
     return vector_case(f"convolutions{variant}", convolutions, batches=pictures, micro=micro, **clip)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "micro", "clips", "budget"),
     covering(
@@ -68,6 +69,7 @@ def test_clipping_in_other_loops(case: Case, cache_dir: str) -> None:
     check(case, LEAST, cache_dir)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [

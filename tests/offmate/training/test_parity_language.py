@@ -62,6 +62,7 @@ def text_case(name: str, mask: str = "no_mask", variant: str = "", **more: Any) 
     return Case(f"{name}-{mask}{variant}", lambda: language_model(name), lambda: text_batches(mask), **more)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "mask", "budget"), covering(["llama", "gpt2", "mixtral"], MASKS, BUDGETS))
 def test_matrix(name: str, mask: str, budget: str, cache_dir: str) -> None:
     check(text_case(name, mask), budget, cache_dir)

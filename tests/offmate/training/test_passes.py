@@ -54,6 +54,7 @@ def returning(schedule: Schedule) -> int:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("per_pass", [1, 2, 3, MICRO_BATCHES])
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["no clipping", "clips"])
 @pytest.mark.parametrize("more", [{"dropout": 0.2}, {"norm": True}], ids=["dropout", "batch norm"])

@@ -116,6 +116,7 @@ def wait(model: Any, step: int) -> None:
 PAUSES = [(None, nothing), (None, wait), *((0.5, pause) for pause in (nothing, read, evaluate, wait))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("clip", "pause"), PAUSES, ids=lambda given: getattr(given, "__name__", str(given)))
 def test_numbers(clip: float | None, pause: Pause) -> None:
     plain = llama()
@@ -160,6 +161,7 @@ def test_the_memory_is_what_the_plan_says(clip: float | None) -> None:
     assert host_bytes_held(model) == layout.shared_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97])
 def test_a_step_that_is_interrupted(clip: float | None, share: float) -> None:

@@ -24,6 +24,7 @@ def built(seed, micro_batches):
     return build_schedule(problem, round_solution(problem, solve(problem)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_batches", [0, 1, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_is_valid_and_no_slower_than_the_first(seed, micro_batches):

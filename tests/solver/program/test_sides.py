@@ -52,6 +52,7 @@ def check_sides(problem: Problem, schedule: Schedule) -> None:
             assert names <= schedule.update_device_s.keys() and not names & schedule.update_cpu_s.keys()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("m", [0, 1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_no_whole_plan_with_these_sides_is_better(seed: int, m: int) -> None:
