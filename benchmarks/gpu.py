@@ -1,9 +1,9 @@
 """offmate on one card compared with other ways to train there: seconds per step, memory, predicted against measured.
 
-`python -m benchmarks.gpu --out DIR [--minutes 9] [--device cuda] [--budgets 10GB 24GB ...] [--models 7b 1b]` trains
-models of random weights inside budgets of device memory, each competitor in a separate process, and writes
-gpu-CARD.json and gpu-CARD.md into DIR. The most informative cases come first; those that do not fit into the minutes
-are listed. `python -m benchmarks.gpu --table FILE.json` prints the table of an earlier run.
+`python -m benchmarks.gpu --out DIR [--minutes 9] [--device cuda] [--budgets 10GB 24GB ...] [--models 7b 1b]
+[--ways offmate plain ...]` trains models of random weights inside budgets of device memory, each competitor in a
+separate process, and writes gpu-CARD.json and gpu-CARD.md into DIR. The most informative cases come first; those that
+do not fit into the minutes are listed. `python -m benchmarks.gpu --table FILE.json` prints the table of an earlier run.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "batches": {name: asdict(MODELS[name]) for name in arguments.models},
             "rows": [],
         }
-        cases = planned(arguments.models, arguments.dtypes, arguments.budgets, arguments.device)
+        cases = planned(arguments.models, arguments.dtypes, arguments.budgets, arguments.device, arguments.ways)
         name = re.sub(r"[^a-z0-9]+", "-", machine["card"].lower()).strip("-")
         for row in measured(cases, start + 60 * arguments.minutes, Path(scratch), machine["card_bytes"]):
             result["rows"].append(row)
@@ -88,6 +88,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help='"cuda", "cuda:1", "emulated" (default: cuda)')
     parser.add_argument("--budgets", type=parse_bytes, nargs="+", default=BUDGETS, metavar="SIZE", help="such as 10GB")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["7b", "1b"], help="(default: 7b 1b)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(default: all)")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="(default: bf16 fp32)")
     arguments = parser.parse_args(argv)
     if not arguments.minutes > 0:
@@ -98,12 +99,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 # -- the cases, in order ----------------------------------------------------------------------------------------------
 
 
-def planned(models: Sequence[str], dtypes: Sequence[str], budgets: Sequence[int], device: str) -> list[Case]:
+def planned(
+    models: Sequence[str], dtypes: Sequence[str], budgets: Sequence[int], device: str, ways: Sequence[str] = tuple(WAYS)
+) -> list[Case]:
     """List all cases, the most informative first: steps away from the first model, budget or competitor come later."""
     every = {(model, dtype): None for model in models for dtype in dtypes}
     pairs = [pair for pair in _TELLING if pair in every] + [pair for pair in every if pair not in _TELLING]
     sizes = _telling_budgets(budgets)
-    ways = list(WAYS)
     ranked = [
         (_PAIR_WEIGHT * pair + _BUDGET_WEIGHT * size + way, pair, size, way)
         for pair in range(len(pairs))

@@ -77,11 +77,13 @@ class Training:
     ----------
     step: runs one iteration and returns its loss. finish: waits for work under way.
     found: returns figures that only this way reports, once it has trained.
+    watched: runs one more iteration and returns what it was seen to do.
     """
 
     step: Callable[[Batch], float]
     finish: Callable[[], object] = lambda: None
     found: Callable[[], dict[str, Any]] = dict
+    watched: Callable[[Batch], dict[str, Any]] = lambda batch: {}
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,15 @@ def _offmate(model: Any, case: Case) -> Training:
             "peak_device_bytes": model.offmate.peak_bytes,
         }
 
-    return Training(_stepper(model, optimizer), model.offmate.sync, found)
+    step = _stepper(model, optimizer)
+
+    def watched(batch: Batch) -> dict[str, Any]:
+        with model.offmate.record():
+            step(batch)
+        trace = model.offmate.trace
+        return {"recorded_step_s": trace.step_s, "launch_s": trace.launch_s, "stall_s": trace.stall_s}
+
+    return Training(step, model.offmate.sync, found, watched)
 
 
 def _plain(model: Any, case: Case) -> Training:

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def _build_aside(folder: Path) -> None:
 
 
 def verdict(error: Exception) -> dict[str, str]:
-    """Return the reason why a case has no figures, as status and reason."""
+    """Return the reason why a case has no figures, as status and reason; of a fault, all that Python says."""
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, torch.OutOfMemoryError):
         return {"status": "does not fit", "reason": f"out of device memory: {message.split('. ')[0]}"}
@@ -92,7 +93,8 @@ def verdict(error: Exception) -> dict[str, str]:
         return {"status": "does not fit", "reason": message}
     if isinstance(error, ImportError):
         return {"status": "cannot run", "reason": f"cannot be imported: {message}"}
-    return {"status": "failed", "reason": f"{type(error).__name__}: {message}"}
+    trace = "".join(traceback.format_exception(error))
+    return {"status": "failed", "reason": f"{type(error).__name__}: {message}", "trace": trace}
 
 
 def run(case: Case, record: Record) -> None:
@@ -134,6 +136,8 @@ def _train(training: Training, given: list[Batch], where: torch.device, record: 
             record.add(step_s=step_s, tokens_per_s=tokens / step_s)
         if measured and time.monotonic() + seconds[-1] > deadline:
             break
+    else:
+        record.add(**training.watched(given[-1]))
     training.finish()
 
 

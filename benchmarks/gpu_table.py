@@ -34,6 +34,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("trained by", lambda row: WAYS[row["way"]].words),
     ("s per step", _seconds("step_s")),
     ("predicted s", _seconds("predicted_step_s")),
+    ("launched in, s", _seconds("launch_s")),
     ("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "–"),
     ("device, peak", _bytes("peak_device_bytes")),
     ("predicted peak", _bytes("predicted_peak_bytes")),
@@ -63,9 +64,10 @@ def markdown(result: dict[str, Any]) -> str:
 
 _REMARKS = (
     "Medians of the steps after the first two. Device: the most bytes that torch's allocator reserved since the "
-    "weights were made, planning included. Host: the most bytes resident in the process. Loss: that of the third step; "
-    "all train the same weights on the same batches. Plans of one model share one profile, which the planning time "
-    "of the first one includes. 1 GB is 10⁹ bytes."
+    "weights were made, planning included. Host: the most bytes resident in the process. Launched in: the host's "
+    "seconds to start all that an iteration does. Loss: that of the third step; all train the same weights on the same "
+    "batches. Plans of one model share one profile, which the planning time of the first one includes. 1 GB is 10⁹ "
+    "bytes."
 )
 
 

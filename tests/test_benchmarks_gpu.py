@@ -100,6 +100,7 @@ def test_offmate_trains_what_pytorch_trains(gpu: Any, tmp_path: Path) -> None:
     assert (ours["status"], plain["status"]) == ("measured", "measured"), (ours, plain)
     assert ours["losses"] == plain["losses"] and len(ours["losses"]) > 2
     assert ours["peak_device_bytes"] == ours["predicted_peak_bytes"] <= 4 * 10**6
+    assert 0 < ours["launch_s"] <= ours["recorded_step_s"] > sum(ours["stall_s"].values())
     assert ours["plan_s"] > 0 and ours["step_s"] > 0 and plain["peak_host_bytes"] > 0
 
 
