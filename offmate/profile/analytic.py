@@ -68,6 +68,8 @@ def flops(node: fx.Node) -> int:
     """Count the floating-point operations of a node; 0 for an operator that is bound by memory anyway."""
     args: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
     kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
+    if "attention" in str(node.target):
+        args = _with_all_heads(args)
     if node.target is operators.attention_on_cpu:
         causal = bool(args[4]) if len(args) > 4 else bool(kwargs.get("is_causal", False))
         return operators.flops_of_attention(*(t.shape for t in args[:3])) // (2 if causal else 1)
@@ -75,13 +77,11 @@ def flops(node: fx.Node) -> int:
         causal = bool(args[7])
         return operators.flops_of_attention_backward(*(t.shape for t in args[:4])) // (2 if causal else 1)
     count = operators.flop_counts.get(getattr(node.target, "overloadpacket", None))
-    if "attention" in str(node.target):
-        args = _with_all_heads(args)
     return int(count(*args, **kwargs, out_val=node.meta["val"])) if count is not None else 0
 
 
 def _with_all_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of attention with as many heads of keys and values as of queries; torch counts no others."""
+    """Return the arguments of attention with all heads of keys and values; torch 2.11 cannot count grouped ones."""
     heads = [arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4]
 
     def whole(arg: Any) -> Any:

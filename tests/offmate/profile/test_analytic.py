@@ -29,12 +29,21 @@ def heads(number: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("operator, more", [
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, ()),
     (torch.ops.aten._scaled_dot_product_cudnn_attention.default, (None, True)),
     (torch.ops.aten._scaled_dot_product_flash_attention.default, ()),
     (torch.ops.aten._scaled_dot_product_efficient_attention.default, (None, True)),
 ])  # fmt: skip
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("groups", [4, 2, 1])
 def test_attention_with_grouped_heads_counts_as_much_as_without(operator: Any, more: Any, groups: int) -> None:
     queries, keys = heads(8), heads(8 // groups)
     expected = PRODUCTS * 2 * SAMPLES * 8 * TOKENS * TOKENS * WIDTH
     assert counted(operator, [queries, keys, keys], *more) == expected
+
+
+@pytest.mark.parametrize("groups", [4, 1])
+def test_the_backward_of_grouped_attention_counts_as_much_as_without(groups: int) -> None:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    queries, keys = heads(8), heads(8 // groups)
+    once = counted(backward, [queries, queries, queries, queries, queries, queries], 0.0, False)
+    assert counted(backward, [queries, queries, keys, keys, queries, queries], 0.0, False) == once > 0
