@@ -143,7 +143,10 @@ def let_see_one_gpu(arguments: Any) -> None:
 
 
 class PlannedSteps(_Base):
-    """Mixin for a Trainer whose plan clips: overrides where it clips, logs and loads, which has no public hook."""
+    """Mixin for a Trainer whose plan places and clips: overrides where it moves the model, clips, logs and loads.
+
+    None of these has a public hook.
+    """
 
     def loaded_from(self, checkpoint: str) -> None:
         """Handle that the optimizer and the scheduler were loaded; there is nothing to do by default."""
@@ -156,6 +159,9 @@ class PlannedSteps(_Base):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.loaded_from(checkpoint)
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Leave the model in RAM, from where the plan takes it: a GPU may not have room for all of it."""
 
     def _clip_grad_norm(self, model: Any) -> None:
         """Do nothing, since the plan clips."""

@@ -93,7 +93,8 @@ class OffmateTrainerMixin(PlannedSteps):
     in) and its scheduler, `bf16`, and `fp16` with its gradient scaler. With `max_grad_norm=0` no gradient norm is
     logged, and, unless a scaler is there, updates overlap the backward. Where `compute_loss` is the Trainer's own, a
     training step reads nothing but the loss. Logits then need not stay (`Config(outputs=("loss",))`). Evaluation gets
-    all outputs.
+    all outputs. The model stays in RAM, where the trainer would move it to the GPU, and is compiled when training or an
+    evaluation starts.
 
     Parameters
     ----------
@@ -152,6 +153,12 @@ class OffmateTrainerMixin(PlannedSteps):
         )
         self._compiled = self.model
         return optimizer
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict within the budget, also before training: the model is compiled for it, too."""
+        if not isinstance(self.model, PlannedModule):
+            self.create_optimizer()
+        return super().evaluation_loop(*args, **kwargs)
 
     @property
     def _reads_the_loss_alone(self) -> bool:
