@@ -85,7 +85,10 @@ def test_gradients_of_products_are_eagers_with_and_without_zeros(name: str, lowe
     assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
 
 
-@pytest.mark.parametrize("name", ["quantile", "rank"])
+READS_A_VALUE = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11's reads a value, which is refused")
+
+
+@pytest.mark.parametrize("name", [pytest.param("quantile", marks=READS_A_VALUE), "rank"])
 def test_operators_that_the_trace_gives_their_own_storage(name: str):
     class Viewing(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
