@@ -71,9 +71,7 @@ WAYS = {
     "bfloat16, micro-batches": Way(micro=2, dtype=torch.bfloat16),
     "scaler": Way("device", cast=torch.float16, scales=True, clip=0.1),
     "dropout": Way("device", dropout=True),
-    "states in files": Way("device", ram=0.6),
-    "parameters in files": Way("device", ram=0.3),
-    "parameters in files, gate": Way("device", ram=0.4, clip=0.1),
+    "states in files": Way("device", ram=0.4),
 }
 
 
@@ -95,8 +93,8 @@ def built(way: Way) -> Any:
     if way.dropout:
         return GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_embd=512, n_layer=2, n_head=8, n_positions=96)).train()
     config = LlamaConfig(
-        vocab_size=1000, hidden_size=640, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=10,
-        num_key_value_heads=5, use_cache=False,
+        vocab_size=1000, hidden_size=640, intermediate_size=1536, num_hidden_layers=2 if way.ram is None else 8,
+        num_attention_heads=10, num_key_value_heads=5, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(way.dtype).train()
 
@@ -116,12 +114,12 @@ def scaler_of(way: Way) -> torch.amp.GradScaler:
 
 def tight_bytes(way: Way, model: Any, settings: dict[str, Any]) -> tuple[int, int]:
     """A budget of the card in which most has to move, and RAM as the way has it."""
-    given = settings | {"cpu_budget": HOST_BYTES, "storage": None}
-    with casting(way):
-        least = offmate.plan(model, AMPLE_BYTES, example_inputs=batches(way)[0], **given).least_budget_bytes
-    assert least is not None
     whole = 4 * sum(param.nbytes for param in model.parameters())
-    return least * 120 // 100 + (32 << 20), HOST_BYTES if way.ram is None else int(way.ram * whole)
+    ram = HOST_BYTES if way.ram is None else int(way.ram * whole)
+    with casting(way):
+        plan = offmate.plan(model, AMPLE_BYTES, example_inputs=batches(way)[0], cpu_budget=ram, **settings)
+    assert plan.least_budget_bytes is not None
+    return plan.least_budget_bytes * 120 // 100 + (32 << 20), ram
 
 
 @dataclass
