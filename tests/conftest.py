@@ -161,7 +161,8 @@ def sampled(items: list[pytest.Item]) -> list[pytest.Item]:
 def _one_in_so_many(cases: list[Any]) -> Iterator[pytest.Item]:
     """Yield one case in so many, and the first one with a value that none has, of parameters with few values."""
     every = cases[0].get_closest_marker("sampled").args[0]
-    values = [{(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases]
+    given = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]
+    values = [{(name, repr(value)) for name, value in params.items()} for params in given]
     number = Counter(name for name, _ in set().union(*values))
     missing = {value for value in set().union(*values) if number[value[0]] <= len(cases) / every}
     for i, (case, own) in enumerate(zip(cases, values)):
@@ -179,7 +180,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     one_by_one = any("::" in argument for argument in config.args)
     if os.environ.get("OFFMATE_TESTS_EVERY") != "1" and not one_by_one:
         kept = sampled(items)
-        config.hook.pytest_deselected(items=sorted({*items} - {*kept}, key=items.index))
+        chosen = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = kept
     if config.getoption("--fast"):
         kept = fast_part(items)
