@@ -47,7 +47,7 @@ fast: $(VENV)/installed
 	@$(VENV)/bin/python -m pytest --fast $(ARGS)
 
 fuzz: $(VENV)/installed
-	@$(VENV)/bin/python -m pytest --hypothesis-profile fuzz tests/solver tests/offmate/reports/test_reports.py $(ARGS)
+	@$(VENV)/bin/python -m pytest --hypothesis-profile fuzz tests/solver tests/runtime/storage tests/offmate/reports/test_reports.py $(ARGS)
 	@OFFMATE_TESTS_EVERY=1 $(VENV)/bin/python -m pytest -m sampled $(ARGS)
 	@OFFMATE_TESTS_EVERY=1 $(VENV)/bin/python -m pytest tests/offmate/finetune/test_killed_checkpoints.py $(ARGS)
 	@$(VENV)/bin/python -m tests.fuzz $(SEQUENCES)

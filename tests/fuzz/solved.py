@@ -16,14 +16,14 @@ from offmate.solver.plan import Planned, plan
 from offmate.solver.problem import Problem
 from offmate.solver.refine import Gain
 from offmate.solver.refinements import LADDER as ALL_PASSES
-from offmate.solver.refinements import OtherSteps, Trials, Whole
+from offmate.solver.refinements import InTime, OtherSteps, Trials, Whole
 from offmate.solver.rounding import least_host
 
 from offmate.planning import planner, refusal, subject
 from offmate.plans import sweep
 
 # The others take four fifths of the time, and the schedules that they find consist of the same actions.
-QUICK = tuple(one for one in ALL_PASSES if not isinstance(one, Whole | OtherSteps | Trials))
+QUICK = tuple(one for one in ALL_PASSES if not isinstance(one, Whole | OtherSteps | Trials | InTime))
 
 _REMEMBERED = 64  # problems whose plans a process keeps
 _GAP = 0.1  # to the fewest bytes on the host; what is nearer takes three times as long

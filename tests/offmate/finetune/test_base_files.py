@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,26 @@ def usual(base: Path, output: Path, **more: object) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(base: Path, tmp_path_factory: pytest.TempPathFactory, cache_dir: str) -> tuple[list[dict], Path]:
+def runs(base: Path, tmp_path_factory: pytest.TempPathFactory, cache_dir: str) -> Callable[[str], Any]:
+    """The usual run with plenty of RAM, or with too little, made once: what it said, its folder and its plan."""
+
+    @functools.cache
+    def made(name: str) -> tuple[list[dict[str, Any]], Path, Any]:
+        output, plans = tmp_path_factory.mktemp(name) / "out", []
+        budgets = {"plenty": PLENTY, "short": SHORT}[name]
+        train = loop.train
+        with pytest.MonkeyPatch.context() as patch, replaced(patch, cache_dir, REPLACED):
+            patch.setattr("offmate.finetune.job.train", lambda run: (train(run), plans.append(run.model.offmate.plan)))
+            said = finetune(usual(base, output, merge=True, sample="The", sample_tokens=4, **budgets))
+        return said, output, plans[0]
+
+    return made
+
+
+@pytest.fixture
+def unbroken(runs: Callable[[str], Any]) -> tuple[list[dict[str, Any]], Path]:
     """The usual run with plenty of RAM: what it said, and its folder."""
-    output = tmp_path_factory.mktemp("unbroken") / "out"
-    with pytest.MonkeyPatch.context() as patch, from_hardware_file():
-        patch.setenv("OFFMATE_CACHE_DIR", cache_dir)
-        return finetune(usual(base, output, merge=True, **PLENTY)), output
+    return runs("plenty")[:2]
 
 
 def adapter(output: Path) -> dict[str, torch.Tensor]:
@@ -134,22 +149,19 @@ def written(drive: Path) -> list[Path]:
 # -- as the checkpoint has it -----------------------------------------------------------------------------------------
 
 
-def test_a_base_in_files_gives_the_bits_of_one_in_ram(base, unbroken, tmp_path):
-    events = finetune(usual(base, tmp_path / "out", merge=True))
+def test_a_base_in_files_gives_the_bits_of_one_in_ram(runs, unbroken):
+    events, output, _ = runs("short")
     for kind in ("step", "evaluation"):
         assert losses(events, kind) == losses(unbroken[0], kind)
-    assert same(adapter(tmp_path / "out"), adapter(unbroken[1]))
-    merged = [load_file(output / "merged" / "model.safetensors") for output in (tmp_path / "out", unbroken[1])]
-    assert same(*merged)
+    texts, expected = ([one["text"] for one in all_ if one["event"] == "sample"] for all_ in (events, unbroken[0]))
+    assert texts == expected and texts
+    assert same(adapter(output), adapter(unbroken[1]))
+    assert same(*(load_file(folder / "merged" / "model.safetensors") for folder in (output, unbroken[1])))
     assert any("stay in the checkpoint" in line for line in said(events, "base: RAM is short")), said(events, "base: ")
 
 
-def test_it_reads_in_every_step_what_ram_has_no_room_for(base, tmp_path, monkeypatch):
-    plans = []
-    own = loop.train
-    monkeypatch.setattr("offmate.finetune.job.train", lambda run: (own(run), plans.append(run.model.offmate.plan)))
-    finetune(usual(base, tmp_path / "out"))
-    (plan,) = plans
+def test_it_reads_in_every_step_what_ram_has_no_room_for(runs):
+    plan = runs("short")[2]
     assert plan.read_bytes > 500_000 and plan.host_bytes <= 900 << 10
 
 
@@ -171,14 +183,6 @@ def test_with_room_in_ram_nothing_changes(base, unbroken, drive):
     assert said(unbroken[0], "base: ") == []
     with_one = finetune(usual(base, drive / "out", storage=drive, precision="bf16", dry_run=True, **PLENTY))
     assert said(with_one, "base: ") == [] and written(drive) == []
-
-
-def test_samples_are_the_same(base, tmp_path):
-    texts = []
-    for name, budgets in (("short", SHORT), ("plenty", PLENTY)):
-        events = finetune(usual(base, tmp_path / name, sample="The", sample_tokens=4, **budgets))
-        texts.append([event["text"] for event in events if event["event"] == "sample"])
-    assert texts[0] == texts[1] and texts[0]
 
 
 def killed(count: int, argv: list[str]) -> None:

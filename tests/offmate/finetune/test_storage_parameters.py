@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import offmate
@@ -83,6 +84,17 @@ def test_equals_plain_pytorch_and_weights_are_not_read_into_ram(base, drive, tmp
     assert same(weights(output), state)
     assert re.search(r" of [a-z ,]*parameters[a-z ]* are read", lines(said)["storage"])
     assert names(drive) == ["mine.txt", "offmate-checkpoints"]
+    own = put_together_by_the_page(output)
+    assert own and same(own, {name: state[name] for name in own})  # the plan may keep some in RAM
+
+
+def put_together_by_the_page(output: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that the documentation's lines put together from the last checkpoint's files."""
+    page = (Path(__file__).parents[3] / "docs" / "finetune.md").read_text()
+    (code,) = re.findall(r"```python\n(import json.*?)```", page, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(code.replace("tuned/checkpoints/step-00000500", str(output / "checkpoints" / "step-00000004")), found)
+    return found["weights"]
 
 
 def test_weights_in_another_dtype_are_written_to_a_folder_first(base, drive, tmp_path, monkeypatch):
@@ -138,17 +150,6 @@ def test_a_spoilt_file_of_weights_is_named_and_an_older_checkpoint_used(base, dr
     assert any(words.startswith(f"{newest} is damaged") for words in caplog.messages)
     state, expected, _ = plain_run(output, tmp_path)
     assert losses(rest) == expected[1:] and same(weights(output), state)
-
-
-def test_the_pages_lines_put_weights_together(base, drive, tmp_path):
-    output = tmp_path / "out"
-    finetune(usual(base, output, drive))
-    page = (Path(__file__).parents[3] / "docs" / "finetune.md").read_text()
-    (code,) = re.findall(r"```python\n(import json.*?)```", page, re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(code.replace("tuned/checkpoints/step-00000500", str(output / "checkpoints" / "step-00000004")), found)
-    tuned, own = weights(output), found["weights"]  # the plan may keep some in RAM
-    assert own and same(own, {name: tuned[name] for name in own})
 
 
 def test_with_states_alone_in_files_it_does_not_fit(base, drive, tmp_path, capsys):

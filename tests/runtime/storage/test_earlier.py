@@ -18,6 +18,7 @@ from offmate.runtime.storage.pieces import check_pieces, tensor_of
 
 import offmate
 
+from ...fuzz.examples import examples
 from .faulty import CHUNK, Faulty, once, refused
 from .test_moves import SHARES, drawn, drawn_rows, end, files_bytes, random_like, read, store_on, write
 from .test_moves_and_links import digests
@@ -29,7 +30,7 @@ def tried(store, mapped, values, earlier, after=()):
     return stored.write(values.contiguous().view(torch.uint8).reshape(-1), 0, after, earlier)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(2))
 @given(st.data())
 def test_any_order_of_tries_moves_writes_edits_and_checkpoints(tmp_path, data):
     """Tries of some rows, chunks that two of them share among these, are dropped early or late, or put back."""

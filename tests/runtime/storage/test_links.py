@@ -18,6 +18,7 @@ from offmate.runtime.storage.pieces import check_pieces, tensor_of
 
 from offmate.errors import StorageError
 
+from ...fuzz.examples import examples
 from .faulty import CHUNK, PAGE, Faulty, engine_on, once, refused, without_direct
 from .test_mapped import files_in, random_like, read, write
 
@@ -115,7 +116,7 @@ def test_writes_to_a_kept_tensor_that_were_not_forgotten_are_noticed(tmp_path, m
             read(store, mapped) if does == "read" else write(store, mapped, values)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(2))
 @given(st.data())
 def test_any_order_of_writes_edits_and_checkpoints(tmp_path, data):
     n_rows, n_columns = data.draw(st.integers(1, 10), "rows"), data.draw(st.sampled_from([3, 1024, 2048, 2500]), "cols")

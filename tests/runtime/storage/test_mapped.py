@@ -23,6 +23,7 @@ from offmate.runtime.storage.mapped import MappedStore
 
 from offmate.errors import ArgumentValueError, StorageError
 
+from ...fuzz.examples import examples
 from .faulty import CHUNK, PAGE, Faulty, engine_on, flipped, once, random_bytes, refused, without_direct
 from .forked import forked
 
@@ -61,7 +62,7 @@ def random_like(tensor, seed=0):
     return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)).to(tensor.dtype)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(2))
 @given(st.data())
 def test_any_order_of_writes_and_reads_on_either_way_equals_a_tensor_in_ram(tmp_path, data):
     n_rows, n_columns = data.draw(st.integers(1, 12), "rows"), data.draw(st.sampled_from([3, 1024, 2048, 2500]), "cols")

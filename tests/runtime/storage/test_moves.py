@@ -15,6 +15,7 @@ from offmate.runtime.storage.mapped import MappedStore
 
 from offmate.errors import StorageError
 
+from ...fuzz.examples import examples
 from .faulty import CHUNK, PAGE, Faulty, engine_on, flipped, once, random_bytes, refused
 
 SHARES = st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any)
@@ -81,7 +82,7 @@ def drawn_rows(data, tensor):
     return slice(first, data.draw(st.integers(first + 1, len(tensor)), "last row"))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(2))
 @given(st.data())
 def test_whatever_moves_between_writes_values_are_those_of_a_tensor_in_ram(tmp_path, data):
     engine, store = store_on(tmp_path, 3, proportions=data.draw(SHARES, "shares"))

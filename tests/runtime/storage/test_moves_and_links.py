@@ -16,6 +16,7 @@ from offmate.runtime.storage.folders import Folder
 from offmate.runtime.storage.links import remove_files
 from offmate.runtime.storage.pieces import check_pieces, tensor_of
 
+from ...fuzz.examples import examples
 from .faulty import CHUNK, Faulty, once, refused
 from .test_moves import (
     SHARES,
@@ -36,7 +37,7 @@ def digests(tmp_path):
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.glob("*/kept/*/*")}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(2))
 @given(st.data())
 def test_any_order_of_moves_writes_edits_and_checkpoints(tmp_path, data):
     engine, store = store_on(tmp_path, 3, proportions=data.draw(SHARES, "shares"))

@@ -17,6 +17,7 @@ from offmate.runtime.storage.throttle import Throttle
 
 from offmate.errors import ArgumentTypeError, ArgumentValueError, StorageError
 
+from ...fuzz.examples import examples
 from .faulty import (
     PAGE,
     Faulty,
@@ -47,7 +48,7 @@ def read(running, file, start, n_bytes):
     return target
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(2))
 @given(st.data())
 def test_any_range_is_the_bytes_of_the_file(weights, data):
     size = weights.stat().st_size

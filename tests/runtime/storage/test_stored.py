@@ -20,6 +20,7 @@ from offmate.runtime.storage.throttle import Throttle
 
 from offmate.errors import ArgumentTypeError, ArgumentValueError, StorageError
 
+from ...fuzz.examples import examples
 from .faulty import (
     CHUNK,
     PAGE,
@@ -36,7 +37,7 @@ from .faulty import (
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(2))
 @given(st.data())
 def test_random_writes_and_reads_equal_a_dictionary_of_bytes(tmp_path, data):
     n_bytes = data.draw(st.sampled_from([1, 100, PAGE, CHUNK, CHUNK + 1, 5 * CHUNK, 5 * CHUNK + PAGE + 7]), "size")
@@ -393,7 +394,7 @@ FAULTS = {
 }
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(2))
 @given(st.data())
 def test_whatever_fails_a_read_raises_or_gives_what_was_written(tmp_path, data):
     n_bytes, files = 3 * CHUNK + 100, Faulty()
