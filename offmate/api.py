@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from .arguments import checked, is_auto, planned_names, request_of, stored_in, what_is_asked
+from .arguments import checked, is_auto, planned_names, request_of, stored_in, warn_of_disabled, what_is_asked
 from .capture.checks import check_model
 from .capture.fake import is_without_memory
 from .config import Config
@@ -159,6 +159,8 @@ def plan(
     )  # fmt: skip
     request = asked.request.by_block if config.named_order == "by block" and not fewest else asked.request
     machine = _machine(hardware, model)
+    if machine is not None and asked.scaler is None:
+        warn_of_disabled(grad_scaler)
     if machine is None:
         request = replace(request, storage=storage_here(stored_in(storage, optimizer is not None), request.device))
         known: contextlib.AbstractContextManager[FrozenFiles | None] = files_here(model, request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ from .runtime.storage.folders import StoragePath
 from .runtime.torch_names.scalers import can_unscale, unscales_in_its_own_way, unscales_itself
 from .sizes import parse_budget
 from .split import Split
+
+log = logging.getLogger("offmate")
 
 _MOST_MICRO_BATCHES = 1_000_000  # per update; beyond, seconds of a step are lost among those of an iteration
 
@@ -82,6 +85,7 @@ def what_is_asked(
         check_inductor(request.device)
     names = planned_names(model, optimizer, config)
     check_unscaling(scaler, names, request.device)
+    _check_float16(scaler, names, optimizer, max_grad_norm)
     return Asked(request, names, scaler)
 
 
@@ -200,6 +204,15 @@ def _enabled(scaler: torch.amp.GradScaler | None, planned: bool) -> torch.amp.Gr
     return scaler
 
 
+def warn_of_disabled(scaler: torch.amp.GradScaler | None) -> None:
+    """Warn that a plan for another machine does not scale losses, though a scaler was passed."""
+    if scaler is not None:
+        log.warning(
+            "grad_scaler= is disabled, as torch.amp.GradScaler('cuda') is where there is no such device, so the plan "
+            "is for losses that are not scaled. To plan for a scaler, pass torch.amp.GradScaler('cpu')"
+        )
+
+
 def check_unscaling(scaler: torch.amp.GradScaler | None, names: dict[torch.Tensor, str], kind: str) -> None:
     """Raise OffmateError if a card has no kernel for what the scaler does with the gradients of planned parameters."""
     where = accelerator(kind)
@@ -213,6 +226,24 @@ def check_unscaling(scaler: torch.amp.GradScaler | None, names: dict[torch.Tenso
             f"grad_scaler= cannot unscale gradients of {dtype} on {where}, where torch has no kernel for it: those of "
             f"{name}{rest}. Leave grad_scaler= out; {dtype} has the range of float32 and needs no scaled losses"
         )
+
+
+def _check_float16(
+    scaler: torch.amp.GradScaler | None,
+    names: dict[torch.Tensor, str],
+    optimizer: torch.optim.Optimizer | None,
+    max_grad_norm: float | None,
+) -> None:
+    """Raise OffmateError if torch would refuse, at the first step, to unscale gradients of float16 parameters."""
+    of_float16 = [name for param, name in names.items() if param.dtype == torch.float16]
+    in_the_update = max_grad_norm is None and optimizer is not None and unscales_itself(optimizer)
+    if scaler is None or not of_float16 or in_the_update:
+        return
+    rest = f" and {len(of_float16) - 1} more" if len(of_float16) > 1 else ""
+    raise OffmateError(
+        f"grad_scaler= cannot unscale gradients in float16, which PyTorch refuses: those of {of_float16[0]}{rest}. "
+        "Keep these parameters in float32, and run the forward under torch.autocast with dtype=torch.float16"
+    )
 
 
 def planned_names(

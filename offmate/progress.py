@@ -35,6 +35,7 @@ _FIRST_PHASE_S = 5.0  # as long as nothing else is known
 _LINE_EVERY_S = 60.0  # where stderr is a file
 
 _receivers: list[Progress] = []
+_ways: list[str] = []  # of what is planned several times, the one that is planned now
 
 
 @contextlib.contextmanager
@@ -63,12 +64,22 @@ def working(words: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def planning_way(words: str) -> Iterator[None]:
+    """Name in the line which of several ways is planned inside the `with` block, since time and bar begin anew."""
+    _ways.append(words)
+    try:
+        yield
+    finally:
+        _ways.remove(words)
+
+
+@contextlib.contextmanager
 def planning_progress(what: str = "planning") -> Iterator[Progress]:
     """Show a progress bar of planning, or of `what`, on stderr, or a line per minute in a file; none inside `quiet`."""
     if _receivers:
         yield _receivers[-1]
         return
-    task = Task(what, Phases())
+    task = Task(f"{what} {_ways[-1]}" if _ways else what, Phases())
     with _shown(task):
         yield task.say
 

@@ -194,9 +194,10 @@ class Problem(InPasses):
         return replace(self, host_budget_bytes=host_bytes, rates=replace(self.rates, tiers=others))
 
     def with_turn_around_steps(self, steps: int) -> Problem:
-        """Return the problem with fewer turn-around steps; what stays to the end of an iteration still does."""
-        last = self.pass_steps + steps - 1
-        shared = tuple(replace(one, last_step=min(one.last_step, last)) for one in self.shared)
+        """Return the problem with other turn-around steps; what stays to the end of an iteration still does."""
+        before, last = (self.pass_steps + number - 1 for number in (self.turn_around_steps, steps))
+        ends = (last if one.last_step == before else min(one.last_step, last) for one in self.shared)
+        shared = tuple(replace(one, last_step=end) for one, end in zip(self.shared, ends))
         return replace(self, turn_around_steps=steps, shared=shared)
 
     @property

@@ -15,8 +15,12 @@ class LeftOut:
     name: of the output. kept: names of those that are returned.
     """
 
+    _name: str
+    _kept: tuple[str, ...]
+
     def __init__(self, name: str, kept: tuple[str, ...]) -> None:
-        self._name, self._kept = name, kept
+        object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_kept", kept)
 
     def __repr__(self) -> str:
         return f"<{self._name}: left out by Config(outputs={self._kept!r})>"
@@ -24,6 +28,9 @@ class LeftOut:
     def __getattr__(self, attribute: str) -> NoReturn:
         if attribute.startswith("__"):  # protocols that are looked for, such as those of copies
             raise AttributeError(attribute)
+        self._refuse()
+
+    def __setattr__(self, attribute: str, value: Any) -> NoReturn:
         self._refuse()
 
     def _refuse(self, *given: Any) -> NoReturn:
@@ -37,6 +44,13 @@ class LeftOut:
         one = next(value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls))
         one._refuse()
 
-    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __array__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _refuse
-    __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+# What Python looks up in the class: operators with this output on either side, conversions, and items.
+_BOTH_SIDES = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift"
+_OTHERS = (
+    "getitem setitem delitem contains iter reversed len bool float int complex index array round neg pos abs invert "
+    "eq ne lt le gt ge"
+)
+for _operator in [*_OTHERS.split(), *(f"{side}{name}" for name in _BOTH_SIDES.split() for side in ("", "r", "i"))]:
+    setattr(LeftOut, f"__{_operator}__", LeftOut._refuse)
+LeftOut.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -176,6 +176,11 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--autocast casts float32 weights, and --dtype is {arguments.dtype}; for mixed precision say --dtype fp32 "
             "--autocast, for weights in lower precision leave --autocast out"
         )
+    if arguments.grad_scaler and arguments.dtype == "fp16" and arguments.lora is None:
+        raise ArgumentValueError(
+            "--grad-scaler cannot unscale gradients of float16 weights, which PyTorch refuses; say --dtype fp32 "
+            "--autocast fp16 --grad-scaler, or leave --grad-scaler out"
+        )
 
     several = arguments.accumulation != 1
     waits = arguments.max_grad_norm is not None or arguments.grad_scaler or several

@@ -17,7 +17,7 @@ from ..plans.plan import Plan
 from ..plans.sweep import SweepPoint
 from ..plans.table import class_lines, class_table, legend, plan_table
 from ..reports.items import block_of_items
-from ..reports.units import format_seconds
+from ..reports.units import format_seconds, in_usual_units
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.explain import Explanation
 from ..solver.items import ItemKind
@@ -199,7 +199,7 @@ def _limit_rows(found: Explanation) -> Iterator[tuple[str, str]]:
         word = ""
     if found.launching_matters:
         assert found.launching is not None
-        yield "launching", found.launching.words()
+        yield "launching", in_usual_units(found.launching.words())
     word = "would save"
     for offer in found.offers:
         less = f"less than {100 * found.certain:.1f} %"

@@ -91,10 +91,10 @@ class OffmateTrainerMixin(PlannedSteps):
     Write `class MyTrainer(OffmateTrainerMixin, Trainer)`; TRL's `SFTTrainer` works the same way. The mixin takes from
     the trainer's arguments: `max_grad_norm`, `gradient_accumulation_steps`, the optimizer (`optim`, or the one passed
     in) and its scheduler, `bf16`, and `fp16` with its gradient scaler. With `max_grad_norm=0` no gradient norm is
-    logged, and, unless a scaler is there, updates overlap the backward. Where `compute_loss` is the Trainer's own, a
-    training step reads nothing but the loss. Logits then need not stay (`Config(outputs=("loss",))`). Evaluation gets
-    all outputs. The model stays in RAM, where the trainer would move it to the GPU, and is compiled when training or an
-    evaluation starts.
+    logged, and, without a scaler and without accumulation, updates overlap the backward. Where `compute_loss` is the
+    Trainer's own, a training step reads nothing but the loss. Logits then need not stay (`Config(outputs=("loss",))`).
+    Evaluation gets all outputs. The model stays in RAM, where the trainer would move it to the GPU, and is compiled
+    when training or an evaluation starts.
 
     Parameters
     ----------

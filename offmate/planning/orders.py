@@ -10,8 +10,9 @@ from ..capture.model import Traced
 from ..config import Config
 from ..errors import InfeasibleBudget, OffmateError
 from ..machines.devices import EMULATED
-from ..plans.orders import OtherOrder, one_by_one
+from ..plans.orders import OtherOrder, one_by_one, way
 from ..plans.plan import Plan
+from ..progress import planning_way
 from ..runtime.operators.draws import draw
 from ..solver.passes import between
 
@@ -84,6 +85,22 @@ class Compared:
         """Why no pass can run several micro-batches; None if they can."""
         return next((error for error in self.lacks if isinstance(error, NotTogether)), None)
 
+    @property
+    def fastest(self) -> tuple[int, Plan]:
+        """The fastest plan, which knows the next one's figures, and its number of micro-batches per pass.
+
+        Raises: the first of `lacks` if there is no plan.
+        """
+        if not self.plans:
+            raise self.lacks[0]
+        (number, plan), *slower = self.plans.items()
+        if not slower:
+            why = str(self.lacks[0]).split(". ")[0] if self.lacks else ""
+            return number, replace(plan, other_order=OtherOrder(None, why=why)) if why else plan
+        next_number, next_one = slower[0]
+        per_pass = 0 if self.between is None else next_number
+        return number, replace(plan, other_order=replace(next_one.compared, per_pass=per_pass))
+
 
 def compared(planned: Callable[[int], Plan], numbers: Sequence[int], *, widely: bool = True) -> Compared:
     """Plan for several numbers of micro-batches per pass, and compare the predicted seconds.
@@ -131,15 +148,12 @@ def in_faster_order(planned: Callable[[Config], Plan], config: Config, accumulat
         number = None if per_pass == accumulation_steps else per_pass
         return replace(config, accumulation_order="by block", micro_batches_per_pass=number)
 
-    found = compared(lambda per_pass: planned(named(per_pass)), (1, accumulation_steps))
-    if not found.plans:
-        raise found.lacks[0]
-    (number, plan), *slower = found.plans.items()
-    if not slower:
-        return replace(plan, other_order=OtherOrder(None, why=str(found.lacks[0]).split(". ")[0])), named(number)
-    next_number, next_one = slower[0]
-    per_pass = 0 if found.between is None else next_number
-    return replace(plan, other_order=replace(next_one.compared, per_pass=per_pass)), named(number)
+    def planned_so(per_pass: int) -> Plan:
+        with planning_way(f"micro-batches {way(per_pass, accumulation_steps)}"):
+            return planned(named(per_pass))
+
+    number, plan = compared(planned_so, (1, accumulation_steps)).fastest
+    return plan, named(number)
 
 
 def passes_between(plans: Sequence[Plan]) -> int | None:

@@ -67,7 +67,7 @@ def refusal(lowered: Lowered, request: Request, fixed: int, elsewhere: bool = Fa
     given, least_words = _beside(budget_bytes, needed)
     return InfeasibleBudget(
         f"a budget of {given} is too small; the least that works is {least_words}{host_words}. The tightest point is "
-        f"{place}. Raise gpu_budget, or make the batch or the sequence shorter, or keep fewer outputs "
+        f"{place}. Raise gpu_budget, or make the batch smaller or the sequence shorter, or keep fewer outputs "
         "(Config(outputs=...))" + (_drive_words(problem, request, fixed, elsewhere) if host_words else "") + sides,
         budget_bytes=budget_bytes,
         least_budget_bytes=needed,

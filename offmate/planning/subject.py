@@ -12,6 +12,7 @@ import torch
 from ..capture.captured import Captured
 from ..capture.model import Traced, in_low_precision
 from ..capture.spec import LowPrecision
+from ..config import Config
 from ..errors import InfeasibleBudget, PlanFileError
 from ..lowering.options import BlockClass, stored_options
 from ..lowering.problem import Lowered, Lowering, Trainable
@@ -28,7 +29,7 @@ from ..progress import Progress
 from ..runtime.torch_names.tensors import storage_key
 from ..sizes import format_bytes
 from ..solver.fat_steps import in_passes
-from ..solver.problem import Problem
+from ..solver.problem import Problem, update_steps
 from ..solver.solve import LeastBudget, least_budget
 from ..split import side_of
 from .files import states_need_files, values_need_files
@@ -117,26 +118,42 @@ def stated_to_fit(subject: Subject) -> tuple[Measured, Lowered, int, LeastBudget
     the one without storage paths, if that fits or needs less. So it is where these would serve activations alone, if it
     fits.
     """
-    config = subject.request.config
-
-    def least_of(lowered: Lowered) -> LeastBudget:
-        # That nothing fits shows within seconds; a search for a plan would take minutes to find out.
-        return least_budget(lowered.problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
-
     measured, lowered, fixed = state(subject)
     subject.say("finding the least budget", 0.0)
-    least = least_of(lowered)
+    lowered, least = _with_least(lowered, subject.request.config)
     storage, host_bytes = subject.request.storage, subject.request.host_budget_bytes
     sizes = {name: param.nbytes for name, param in subject.model.named_parameters()}
     for_states = states_need_files(sizes, measured.updates, host_bytes)
     if storage is None or (fits(least, lowered.problem) and (for_states or not lowered.problem.value_tiers)):
         return measured, lowered, fixed, least
     _, plain, _ = state(replace(subject, request=replace(subject.request, storage=None)))
-    other = least_of(plain)
+    plain, other = _with_least(plain, subject.request.config)
     needs_less = (other.resource == "host", other.bytes) < (least.resource == "host", least.bytes)
     if needs_less or (fits(other, plain.problem) and not for_states):
         return measured, plain, fixed, other
     return measured, lowered, fixed, least
+
+
+def _with_least(lowered: Lowered, config: Config) -> tuple[Lowered, LeastBudget]:
+    """Return the least budget that works, and the problem with as many turn-around steps as that needs.
+
+    Where the GPU has to make updates behind a gate, the usual number of these steps, which depends on the budget, may
+    be too small for their states, or the least budget would be too large for it.
+    """
+    how: Any = {"time_limit_s": config.solver_time_limit_s, "backend": config.solver}
+    problem = lowered.problem
+    # That nothing fits shows within seconds; a search for a plan would take minutes to find out.
+    least = least_budget(problem, **how)
+    most = update_steps(problem.groups, device_budget_bytes=0)
+    on_device = any(group.trainable and group.side == "device" for group in problem.groups)
+    if not (problem.gate and on_device) or config.turn_around_steps is not None or most <= problem.turn_around_steps:
+        return lowered, least
+    longer = problem.with_turn_around_steps(most)
+    of_longer = least_budget(longer, **how)
+    less = (of_longer.resource == "host", of_longer.bytes) < (least.resource == "host", least.bytes)
+    if fits(least, problem) or not less:
+        return lowered, of_longer if less else least
+    return replace(lowered, problem=longer), of_longer
 
 
 def fits(least: LeastBudget, problem: Problem) -> bool:

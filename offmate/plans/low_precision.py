@@ -19,9 +19,9 @@ def words(schedule: Schedule, copies: Mapping[str, str], gradients: Mapping[str,
     sizes, found = schedule.item_bytes, []
     if copies:
         low_bytes = sum(sizes[items.parameter(name)] for name in copies)
-        gradients_too = ", and their gradients are as large" if schedule.per_update == 1 else ""
+        gradients_too = ", and as many bytes of gradients leave it" if schedule.per_update == 1 else ""
         found.append(
-            f"{len(copies)} parameters come to the GPU in {_named(copies.values())}, to which "
+            f"{_tensors(copies)} come to the GPU in {_named(copies.values())}, to which "
             f"autocast would cast them there: {format_bytes(low_bytes)} instead of "
             f"{format_bytes(2 * low_bytes)}{gradients_too}"
         )
@@ -29,10 +29,14 @@ def words(schedule: Schedule, copies: Mapping[str, str], gradients: Mapping[str,
         whole_bytes = sum(sizes[items.parameter(name)] for name in gradients)
         low_bytes = sum(sizes[items.gradient(name)] for name in gradients)
         found.append(
-            f"the gradients of {len(gradients)} parameters leave in {_named(gradients.values())}, as autocast makes "
+            f"the gradients of {_tensors(gradients)} leave in {_named(gradients.values())}, as autocast makes "
             f"them: {format_bytes(low_bytes)} instead of {format_bytes(whole_bytes)}"
         )
     return found
+
+
+def _tensors(parameters: Collection[str]) -> str:
+    return f"{len(parameters)} parameter tensor{'s' if len(parameters) > 1 else ''}"
 
 
 def _named(precisions: Collection[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import reprlib
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +16,7 @@ from ..reports.frame import schedule_frame
 from ..reports.html import document, figure
 from ..reports.plots import draw_accumulation, draw_memory, draw_tensors, draw_timeline, write_below
 from ..reports.timeline import Timeline, build_timeline
-from ..reports.units import format_seconds
+from ..reports.units import format_seconds, in_usual_units
 from ..sizes import format_bytes, format_least_bytes
 from ..solver import items
 from ..solver.accumulation import AccumulationTrial, Order
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
 
-_SECONDS = re.compile(r"\b(\d[\d.]*(?:e-\d+)?) s\b")
 _WORTH_SAYING_BYTES = 1024
 _WORTH_SAYING_PART = 0.01  # of a step
 
@@ -201,6 +199,12 @@ class Plan:
         return tuple((part.times, action) for part in self.schedule.parts for action in part.actions)
 
     @property
+    def compute_s(self) -> float:
+        """Seconds of all forwards and backwards of a step, without sums of gradients and updates that run apart."""
+        computes = self.schedule.computes
+        return sum(times * computes[a.name].seconds for times, a in self._all_actions if a.kind is Kind.COMPUTE)
+
+    @property
     def read_bytes(self) -> int:
         """Bytes of frozen parameters that are read from files per step."""
         homes, sizes = self.schedule.homes, self.schedule.item_bytes
@@ -257,18 +261,16 @@ class Plan:
         """
         into, out = self.moved_bytes
         updates = sum(r.cpu_update_bytes for r in self.blocks), sum(r.params_bytes for r in self.blocks)
-        recomputing = [r for r in self.blocks if r.recomputed]
+        recomputing = [r for r in self.blocks if r.recomputed and r.option_word != "keep"]
         updated = f"the CPU updates {format_bytes(updates[0])} of {format_bytes(updates[1])} of parameters"
         if self.problem is not None and self.problem.update == "external":
             updated = "your own code updates the parameters on the CPU"
-        computes = self.schedule.computes
-        compute_s = sum(times * computes[a.name].seconds for times, a in self._all_actions if a.kind is Kind.COMPUTE)
         lines = [self.about.words()] if self.about.words() else []
         lines += [
             f"budget {format_bytes(self.budget_bytes)}, predicted peak {format_bytes(self.predicted_peak_bytes)}, "
             f"least budget that works {format_least_bytes(self.least_budget_bytes)}",
-            f"one step {format_seconds(self.predicted_step_s)} predicted, {format_seconds(compute_s)} of it compute; "
-            f"{self.bound_words} ({self.status})",
+            f"one step {format_seconds(self.predicted_step_s)} predicted, {format_seconds(self.compute_s)} of it "
+            f"forwards and backwards; {self.bound_words} ({self.status})",
             f"per step, {format_bytes(into)} are copied to the GPU and {format_bytes(out)} to RAM; "
             f"{format_bytes(self.host_bytes)} of RAM are needed",
             f"{updated}; {len(recomputing)} of {len(self.blocks)} blocks recompute",
@@ -306,7 +308,7 @@ class Plan:
         if self.user_bytes >= _WORTH_SAYING_BYTES:
             lines.append(f"{format_bytes(self.user_bytes)} are reserved for your code between forward and backward")
         if self.problem is not None:
-            lines += _readable(self.limits(offers).text()).splitlines()
+            lines += in_usual_units(self.limits(offers).text()).splitlines()
         return "\n".join(lines)
 
     def limits(self, offers: bool = False) -> Explanation:
@@ -410,11 +412,6 @@ def pair_document(first: Plan, second: Plan, names: tuple[str, str]) -> str:
     return document(timelines, f"{names[0]} and {names[1]}: one step each", found.words(), table=found.rows())
 
 
-def _readable(text: str) -> str:
-    """Write seconds below 1 in a smaller unit, such as 70.7 ms for 0.0707 s, as everywhere else."""
-    return _SECONDS.sub(lambda found: format_seconds(float(found[1])), text)
-
-
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan that `Plan.save` wrote.
 
@@ -437,7 +434,7 @@ def _compared(plan: Plan) -> Compared:
     figures: dict[tuple[str, str], float] = {
         ("one step", "s"): plan.predicted_step_s,
         ("of it waiting", "s"): sum(plan.simulation.stall_s.values()),
-        ("of it compute", "s"): sum(spec.seconds for spec in schedule.computes.values()),
+        ("of it forwards and backwards", "s"): plan.compute_s,
         ("GPU budget", "B"): plan.budget_bytes,
         ("predicted peak", "B"): plan.predicted_peak_bytes,
         ("least budget", "B"): plan.least_budget_bytes,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 
+_SECONDS = re.compile(r"\b(\d[\d.]*(?:e-\d+)?) s\b")
 _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
@@ -16,6 +18,11 @@ def format_seconds(seconds: float) -> str:
     scaled = seconds / unit
     digits = max(0, 2 - math.floor(math.log10(abs(scaled)) + 1e-9))
     return f"{scaled:.{min(digits, 2)}f} {name}"
+
+
+def in_usual_units(text: str) -> str:
+    """Write seconds below 1 in a smaller unit, such as 70.7 ms for 0.0707 s."""
+    return _SECONDS.sub(lambda found: format_seconds(float(found[1])), text)
 
 
 def ticks(end: float, about: int = 8) -> list[float]:

@@ -149,7 +149,7 @@ class Handle:
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The norm of all gradients of the last iteration, unscaled, before clipping; None without `max_grad_norm`."""
+        """The norm of all gradients of the last iteration, unscaled, before clipping; None if none is taken."""
         return self._session.grad_norm
 
     def sync(self) -> None:

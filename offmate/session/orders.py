@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import ArgumentValueError, ProtocolError
-from ..planning.orders import compared
+from ..planning.orders import Compared, compared
 from ..planning.request import Request
 from ..plans.orders import way
 from ..plans.plan import Plan
@@ -116,6 +116,7 @@ class Orders:
         fastest = tuple(found.plans)[:2]
         if fastest:
             self._compared.setdefault(call.kind, fastest)
+            self._note(self._planned(model, call, fastest[0]), found)
         if not fastest or fastest[0] == 1:
             seconds = [format_seconds(plan.predicted_step_s) for plan in found.plans.values()]
             if len(fastest) > 1:
@@ -124,6 +125,13 @@ class Orders:
                 self._declined(str(found.lacks[0]))
             return None
         return self._planned(model, call, fastest[0])  # the plan in use is the one that was asked for last
+
+    def _note(self, variant: Variant, found: Compared) -> None:
+        """Note in the fastest plan what the next one predicts."""
+        plan = variant.prepared.plan
+        if plan.other_order is None:
+            _, noted = found.fastest
+            variant.prepared = replace(variant.prepared, plan=replace(plan, other_order=noted.other_order))
 
     def _foreseen(self, model: torch.nn.Module, call: Call, per_pass: int) -> list[Call]:
         """Return all calls of the update that begins with this one."""

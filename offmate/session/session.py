@@ -223,11 +223,12 @@ class Session:
             assert self.updates is not None
             leave_out(self.residence, self.orders, self.updates.speculates)
         elif not self.turns.backwards and (call.trains or under_way.ends_update):
-            if under_way.ran_ahead:
+            ahead = under_way.drop()
+            if ahead:
                 log.warning(
                     "a forward is dropped without backward(). It had run together with those of the other "
-                    "micro-batches of its pass, so that random numbers and buffers are ahead of plain PyTorch's"
-                )
+                    "micro-batches of its pass, so that %s are ahead of plain PyTorch's", ahead,
+                )  # fmt: skip
             self.residence.drop_forward()
             return None
         return under_way

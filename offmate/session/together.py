@@ -98,13 +98,22 @@ class Together:
             own = self._tensors[self.number : self.number + self._per_pass]
             outputs = executor.forwards([tuple(tensors) for tensors in own], number[0])
             self._outputs = dict(enumerate(outputs, self.number))
-            self._drawn = torch.get_rng_state() if executor.draws else None
+            self._drawn = torch.get_rng_state() if executor.drawn_from else None
         return self._outputs.pop(self.number)
 
-    @property
-    def ran_ahead(self) -> bool:
-        """Return whether forwards whose calls are still to come have drawn random numbers or written buffers."""
-        return self.is_ahead and (self._drawn is not None or bool(self.variant.prepared.binding.written_buffers))
+    def drop(self) -> str:
+        """Place the generator where plain PyTorch has it, before the forwards whose calls are still to come.
+
+        Returns: what stays ahead of plain PyTorch's; empty for nothing.
+        """
+        if not self.is_ahead:
+            return ""
+        ahead = ["buffers"] if self.variant.prepared.binding.written_buffers else []
+        if self._drawn is not None and torch.equal(self._drawn, torch.get_rng_state()):
+            torch.set_rng_state(self.variant.executor.drawn_from[(self.number + 1) % self._per_pass])
+        elif self._drawn is not None:  # the loop has drawn since, and its numbers are others already
+            ahead.insert(0, "random numbers")
+        return " and ".join(ahead)
 
     @property
     def is_ahead(self) -> bool:

@@ -88,11 +88,11 @@ class Turns:
     def check_call(self, call: Call) -> None:
         """Raise if the loop may not call the model now, or not with these inputs."""
         if self.turn is Turn.STEP and (call.trains or not self.gate):
+            calls = "one backward() call" if self._per_update == 1 else f"{self._per_update} backward() calls"
             raise ProtocolError(
-                "a forward after backward() without optimizer.step(), but one update of this plan takes "
-                f"{self._per_update} backward() calls. Call optimizer.step() first, or zero_grad() to drop the "
-                "gradients. To accumulate more micro-batches, compile with accumulation_steps=. To evaluate before the "
-                "step, compile with max_grad_norm=float('inf'), which makes updates wait for the step"
+                f"a forward after backward() without optimizer.step(), but one update of this plan takes {calls}. Call "
+                "optimizer.step() first, or zero_grad() to drop the gradients. To accumulate more micro-batches, compile "
+                "with accumulation_steps=. To evaluate before the step, compile with max_grad_norm=float('inf'), which makes updates wait for the step"
             )
         for leaf in call.leaves:
             if torch.is_grad_enabled() and isinstance(leaf, torch.Tensor) and leaf.requires_grad:

@@ -226,11 +226,12 @@ class Updates:
         if early:
             log.info("zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", early)
             under_way = self.orders.under_way
-            if under_way is not None and under_way.ran_ahead:
+            ahead = under_way.drop() if under_way is not None else ""
+            if ahead:
                 log.warning(
                     "the update is dropped, but the forwards of all micro-batches of its pass had run together, so "
-                    "that random numbers and buffers are ahead of plain PyTorch's"
-                )
+                    "that %s are ahead of plain PyTorch's", ahead,
+                )  # fmt: skip
             self.residence.give_up()
         self.turns.cleared(early > 0)
 

@@ -71,9 +71,9 @@ class Computes:
         return len(self.batches) - 1
 
     @property
-    def draws(self) -> bool:
-        """Return whether forwards that run for several micro-batches in turn draw random numbers."""
-        return self._draws.any
+    def drawn_from(self) -> tuple[torch.Tensor, ...]:
+        """The generator's state before each micro-batch of the last pass, if its forwards draw; empty otherwise."""
+        return self._draws.begins
 
     def renew_buffers(self) -> None:
         """Copy to the device the model's buffers that it lacks, or that the user has changed on the host."""

@@ -18,8 +18,8 @@ from .program import Instruction
 class Draws:
     """Places the generator before each forward of a fat step.
 
-    State: `_states`, by micro-batch of the step and block, the generator's state before its forward; `_end`, the state
-    after all of them.
+    State: `begins`, by micro-batch of the step, the generator's state before its first draw, for whoever drops the
+    others; `_states`, by micro-batch and block, the state before its forward; `_end`, the state after all of them.
 
     Parameters
     ----------
@@ -31,6 +31,7 @@ class Draws:
         found = ((i, tuple(one for one in b.forward.instructions if one.target is draw)) for i, b in blocks)
         self._drawing: dict[int, tuple[Instruction, ...]] = {i: those for i, those in found if those}
         self._ledger = ledger
+        self.begins: tuple[torch.Tensor, ...] = ()
         self._states: dict[tuple[int, int], torch.Tensor] = {}
         self._end: torch.Tensor | None = None
 
@@ -38,19 +39,15 @@ class Draws:
         """Draw once, before the first forward, what the forwards of so many micro-batches will draw."""
         if not self._drawing:
             return
-        self._states = {}
+        self._states, begins = {}, []
         for slot in range(slots):
+            begins.append(torch.get_rng_state())
             for block, drawing in self._drawing.items():
                 self._states[slot, block] = torch.get_rng_state()
                 for one in drawing:
                     size = one.target(*one.args, **one.kwargs).untyped_storage().nbytes()
                     self._ledger.made(0, size)
-        self._end = torch.get_rng_state()
-
-    @property
-    def any(self) -> bool:
-        """Return whether any forward draws."""
-        return bool(self._drawing)
+        self._end, self.begins = torch.get_rng_state(), tuple(begins)
 
     def before(self, block: int, slot: int) -> None:
         """Place the generator before a block's forward."""

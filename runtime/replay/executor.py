@@ -106,9 +106,9 @@ class Executor:
         self.loaded = True
 
     @property
-    def draws(self) -> bool:
-        """Return whether the forwards of passes of several micro-batches draw random numbers."""
-        return self._computes.draws
+    def drawn_from(self) -> tuple[torch.Tensor, ...]:
+        """The generator's state before each micro-batch of the last pass, if its forwards draw; empty otherwise."""
+        return self._computes.drawn_from
 
     def settle_states(self) -> bool:
         """Move the host's optimizer states to RAM or to files, as the schedule has them; return whether any moved."""

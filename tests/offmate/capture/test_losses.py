@@ -273,6 +273,15 @@ def test_an_output_that_was_left_out_raises_by_name() -> None:
         lambda logits: bool(logits),
         lambda logits: torch.softmax(logits, -1),
         lambda logits: torch.ones(1) * logits,
+        lambda logits: logits == 3,
+        lambda logits: logits != 3,
+        lambda logits: logits**2,
+        lambda logits: [1] @ logits,
+        lambda logits: abs(logits),
+        lambda logits: [0, 1][logits],
+        lambda logits: logits.__setitem__(0, 1),
+        lambda logits: setattr(logits, "mine", 1),
+        lambda logits: 3 in logits,
     ):
         with pytest.raises(
             offmate.OffmateError, match=r"the output logits was read, which Config\(outputs=\('loss',\)"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import offmate
@@ -41,7 +41,9 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The folder of a model with wide layers, and few of them."""
-    config = transformers.GPT2Config(
+    from transformers import GPT2Config
+
+    config = GPT2Config(
         vocab_size=500, n_embd=1024, n_layer=4, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1
     )
     folder = tmp_path_factory.mktemp("model")

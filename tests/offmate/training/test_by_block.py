@@ -214,6 +214,7 @@ def test_auto_takes_the_order_that_is_predicted_to_be_faster(caplog: pytest.LogC
     assert {1, MICRO_BATCHES} <= by_order.keys() and len(by_order) <= 3
     taken = model.offmate.plan.schedule.per_step
     assert by_order[taken] == min(by_order.values())
+    assert "less per update than" in model.offmate.plan.explain()
     if taken == 1:
         assert "one after the other, and not block by block: the plans predict" in caplog.text
 

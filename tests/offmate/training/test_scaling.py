@@ -500,3 +500,26 @@ def test_gradients_that_a_card_cannot_unscale_are_refused():
         check_unscaling(scaler, params, "cuda:0")
     for kind, dtype in (("cuda:0", torch.float16), ("emulated", torch.bfloat16)):
         check_unscaling(scaler, {torch.zeros(2, dtype=dtype): "weight"}, kind)
+
+
+@pytest.mark.parametrize("more", [{}, {"max_grad_norm": 1.0, "fused": True}])
+def test_float16_parameters_that_pytorch_would_not_unscale_are_refused_at_once(more: dict[str, Any]) -> None:
+    """It would raise in the first step; only a fused update without clipping unscales such gradients."""
+    model = Tiny(layers=3).half()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=more.pop("fused", False))
+    with pytest.raises(OffmateError, match=r"gradients in float16, which PyTorch refuses: .* more\. Keep these param"):
+        offmate.compile(
+            model, AMPLE, optimizer=optimizer, device="emulated", grad_scaler=torch.amp.GradScaler("cpu"), **more
+        )
+
+
+def test_a_plan_for_a_card_says_that_a_disabled_scaler_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    """As torch makes one for "cuda" on a machine that has none."""
+    for enabled in (True, False):
+        model = Tiny(layers=3)
+        caplog.clear()
+        offmate.plan(
+            model, AMPLE, optimizer=torch.optim.AdamW(model.parameters()), example_inputs=batch(0), hardware="rtx3090",
+            grad_scaler=torch.amp.GradScaler("cpu", enabled=enabled), config=offmate.Config(cache_dir=None),
+        )  # fmt: skip
+        assert ("grad_scaler= is disabled" in caplog.text) is not enabled
