@@ -91,8 +91,9 @@ class Turns:
             calls = "one backward() call" if self._per_update == 1 else f"{self._per_update} backward() calls"
             raise ProtocolError(
                 f"a forward after backward() without optimizer.step(), but one update of this plan takes {calls}. Call "
-                "optimizer.step() first, or zero_grad() to drop the gradients. To accumulate more micro-batches, compile "
-                "with accumulation_steps=. To evaluate before the step, compile with max_grad_norm=float('inf'), which makes updates wait for the step"
+                "optimizer.step() first, or zero_grad() to drop the gradients. To accumulate more micro-batches, "
+                "compile with accumulation_steps=. To evaluate before the step, compile with "
+                "max_grad_norm=float('inf'), which makes updates wait for the step"
             )
         for leaf in call.leaves:
             if torch.is_grad_enabled() and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
