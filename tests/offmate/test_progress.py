@@ -12,7 +12,7 @@ from rich.console import Console
 from offmate import progress
 from offmate.cli import main
 from offmate.moving_line import MovingLine
-from offmate.progress import PHASES, Phases, hidden, planning_progress, quiet, shown_by, working
+from offmate.progress import PHASES, Phases, hidden, planning_progress, planning_way, quiet, shown_by, working
 
 HOUSE = Path(progress.__file__).parent
 PLANNING = ("capture", "lowering", "planning", "profile")
@@ -152,6 +152,14 @@ def test_files_hold_no_control_characters(capsys):
     assert main(["cards"]) == 0
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out and captured.err == ""
+
+
+def test_the_line_names_which_of_several_ways_is_planned():
+    """Its bar and its time begin anew with each."""
+    with terminal(), planning_way("micro-batches block by block"), planning_progress():
+        assert progress._line.tasks[-1].words == "planning micro-batches block by block"
+    with terminal(), planning_progress():
+        assert progress._line.tasks[-1].words == "planning"
 
 
 def test_a_file_gets_a_line_per_minute(monkeypatch):

@@ -356,6 +356,12 @@ def test_autocast_over_weights_in_lower_precision_is_refused(capsys):
     assert "--autocast casts float32 weights, and --dtype is bf16; for mixed precision" in capsys.readouterr().err
 
 
+def test_a_scaler_for_weights_in_float16_is_refused(capsys):
+    """As PyTorch refuses it, but at the first step of the run."""
+    assert cli.main(["plan", "gpt2", "--dtype", "fp16", "--grad-scaler"]) == 2
+    assert "--grad-scaler cannot unscale gradients of float16 weights" in capsys.readouterr().err
+
+
 def test_a_card_without_a_rate_for_bfloat16_says_so(monkeypatch, cache, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     for dtype, said in (("bf16", True), ("fp16", False), ("fp32", False)):
