@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..errors import ArgumentTypeError, ArgumentValueError
 from ..sizes import parse_budget
 from ..solver.plan import plan as solve_problem
-from ..solver.problem import Problem
+from ..solver.problem import Problem, update_steps
 from .plan import Plan, check_plan
 
 _LONGEST_S = 1e9
@@ -68,7 +68,7 @@ def sweep(plan: Plan, budgets: Iterable[int | str], time_limit_s: float = 20.0) 
         if budget_bytes < plan.least_budget_bytes:
             yield point
             continue
-        problem = replace(plan.problem, device_budget_bytes=budget_bytes - plan.fixed_bytes)
+        problem = _within(plan.problem, budget_bytes - plan.fixed_bytes)
         point = _as_planned(plan, point) if problem == plan.problem else _solved(plan, problem, point, time_limit_s)
         if not point.fits:
             yield point
@@ -77,6 +77,14 @@ def sweep(plan: Plan, budgets: Iterable[int | str], time_limit_s: float = 20.0) 
             point = replace(best, budget_bytes=budget_bytes, lower_bound_s=point.lower_bound_s)
         best = point
         yield point
+
+
+def _within(problem: Problem, device_budget_bytes: int) -> Problem:
+    """Return the problem for another device budget, with the steps for updates that a plan for it would have."""
+    steps = problem.turn_around_steps
+    if problem.gate and steps == update_steps(problem.groups, problem.device_budget_bytes):
+        steps = update_steps(problem.groups, device_budget_bytes)
+    return replace(problem.with_turn_around_steps(steps), device_budget_bytes=device_budget_bytes)
 
 
 def _as_planned(plan: Plan, point: SweepPoint) -> SweepPoint:

@@ -1,4 +1,4 @@
-"""The least budget that a refusal names works, whatever was asked for first."""
+"""What is said of other budgets holds for plans within them, behind a gate, too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan(budget_bytes: int, **more: Any) -> offmate.Plan:
 
 @pytest.mark.parametrize("more", [{"max_grad_norm": 0.3}, {"accumulation_steps": 3}])
 def test_where_the_gpu_makes_all_updates_behind_a_gate(more: dict[str, Any]) -> None:
-    """The number of steps for updates follows the budget; where it would not do, there are more."""
+    """The least budget works, whatever was asked for first: with more steps for updates than usual if need be."""
     named = []
     for budget in (1 << 20, 4096, 12_000):
         try:
@@ -33,3 +33,11 @@ def test_where_the_gpu_makes_all_updates_behind_a_gate(more: dict[str, Any]) -> 
             named.append(error.least_budget_bytes)
     assert named[0] == named[1] == named[2] and named[0] is not None
     assert plan(named[0], **more).predicted_peak_bytes <= named[0]
+
+
+def test_a_sweep_has_the_steps_for_updates_of_plans() -> None:
+    ample, tight = (plan(budget, max_grad_norm=0.3) for budget in (1 << 20, 70_000))
+    assert ample.problem is not None and tight.problem is not None
+    assert tight.problem.turn_around_steps > ample.problem.turn_around_steps
+    (point,) = offmate.sweep(ample, [tight.budget_bytes])
+    assert point.predicted_step_s == pytest.approx(tight.predicted_step_s, rel=1e-3)
