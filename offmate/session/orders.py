@@ -116,6 +116,7 @@ class Orders:
         fastest = tuple(found.plans)[:2]
         if fastest:
             self._compared.setdefault(call.kind, fastest)
+        if fastest and known is None:
             self._note(self._planned(model, call, fastest[0]), found)
         if not fastest or fastest[0] == 1:
             seconds = [format_seconds(plan.predicted_step_s) for plan in found.plans.values()]
@@ -128,10 +129,9 @@ class Orders:
 
     def _note(self, variant: Variant, found: Compared) -> None:
         """Note in the fastest plan what the next one predicts."""
-        plan = variant.prepared.plan
-        if plan.other_order is None:
-            _, noted = found.fastest
-            variant.prepared = replace(variant.prepared, plan=replace(plan, other_order=noted.other_order))
+        _, noted = found.fastest
+        plan = replace(variant.prepared.plan, other_order=noted.other_order)
+        variant.prepared = replace(variant.prepared, plan=plan)
 
     def _foreseen(self, model: torch.nn.Module, call: Call, per_pass: int) -> list[Call]:
         """Return all calls of the update that begins with this one."""
