@@ -82,23 +82,26 @@ def _apart(path: Path | None, rests_on: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def from_hardware_file(name: str = "emulated", workspaces: bool = False, all_passes: bool = False) -> Iterator[None]:
+def from_hardware_file(
+    name: str = "emulated", workspaces: bool = False, all_passes: bool = False, timed_moves: bool = False
+) -> Iterator[None]:
     """Inside, plans rest on a hardware file's rates instead of on measured times.
 
     Parameters
     ----------
     workspaces: whether operators are measured all the same, for the bytes that their kernels take meanwhile.
     all_passes: whether schedules go through all passes, as a user's do, and not only through the quick ones.
+    timed_moves: whether list scheduling is among the quick ones.
     """
     machine = load(name)
     rates = LinkRates(machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s)
     free_bytes = SystemFiles.free_bytes
     measure = functools.partial(_in_rated_seconds, _MEASURED) if workspaces else _measure
-    rests_on = f"{name}-{workspaces}-{all_passes}"
+    rests_on = f"{name}-{workspaces}-{all_passes}-{timed_moves}"
     profile_path, plan_path = store._path, planner._path
     with (
         one_cpsat(),
-        solved_as_for_users() if all_passes else solved_once(),
+        solved_as_for_users() if all_passes else solved_once(timed_moves),
         # What was measured for the same model elsewhere is neither used nor replaced, and what follows from it neither.
         mock.patch.object(store, "_kept", _kept.setdefault((name, workspaces), {})),
         mock.patch.object(store, "_path", lambda *args: _apart(profile_path(*args), rests_on)),

@@ -14,7 +14,7 @@ from unittest import mock
 
 from offmate.solver.plan import Planned, plan
 from offmate.solver.problem import Problem
-from offmate.solver.refine import Gain
+from offmate.solver.refine import Gain, Refinement
 from offmate.solver.refinements import LADDER as ALL_PASSES
 from offmate.solver.refinements import InTime, OtherSteps, Trials, Whole
 from offmate.solver.rounding import least_host
@@ -22,8 +22,9 @@ from offmate.solver.rounding import least_host
 from offmate.planning import planner, refusal, subject
 from offmate.plans import sweep
 
-# The others take four fifths of the time, and the schedules that they find consist of the same actions.
+# The others take most of the time, and the schedules that they find consist of the same actions.
 QUICK = tuple(one for one in ALL_PASSES if not isinstance(one, Whole | OtherSteps | Trials | InTime))
+TIMED = tuple(one for one in ALL_PASSES if not isinstance(one, Whole | OtherSteps | Trials))
 
 _REMEMBERED = 64  # problems whose plans a process keeps
 _GAP = 0.1  # to the fewest bytes on the host; what is nearer takes three times as long
@@ -74,18 +75,25 @@ _PLACES = ((planner, "solve_problem"), (sweep, "solve_problem"), (least_host, "_
            (refusal, "least_budget"), (refusal, "planned_host"))  # fmt: skip
 _AS_USERS = [(module, name, getattr(module, name)) for module, name in _PLACES]
 
-_plan_quickly = _once("plan", functools.partial(plan, ladder=QUICK))
+
+def _reporting(name: str, ladder: tuple[Refinement, ...]) -> Callable[..., Planned]:
+    plan_once = _once(name, functools.partial(plan, ladder=ladder))
+
+    def reported(problem: Problem, report: Callable[[Gain], None] = lambda gain: None, **how: Any) -> Planned:
+        found: Planned = plan_once(problem, **how)
+        for gain in found.gains:
+            report(gain)
+        return found
+
+    return reported
 
 
-def _reported(problem: Problem, report: Callable[[Gain], None] = lambda gain: None, **how: Any) -> Planned:
-    found: Planned = _plan_quickly(problem, **how)
-    for gain in found.gains:
-        report(gain)
-    return found
-
-
-_QUICKLY = [_reported, _reported, _GAP, _once("least", subject.least_budget), _once("least", refusal.least_budget),
+def _with(solve: Callable[..., Planned]) -> list[Any]:
+    return [solve, solve, _GAP, _once("least", subject.least_budget), _once("least", refusal.least_budget),
             _once("host", refusal.planned_host)]  # fmt: skip
+
+
+_QUICKLY, _TIMED = _with(_reporting("plan", QUICK)), _with(_reporting("timed plan", TIMED))
 
 
 @contextlib.contextmanager
@@ -96,9 +104,14 @@ def _instead(found: list[Any]) -> Iterator[None]:
         yield
 
 
-def solved_once() -> contextlib.AbstractContextManager[None]:
-    """Inside, the planner leaves out the passes that take longest, and no process of a run asks what another has."""
-    return _instead(_QUICKLY)
+def solved_once(timed_moves: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Inside, the planner leaves out the passes that take longest, and no process of a run asks what another has.
+
+    Parameters
+    ----------
+    timed_moves: whether list scheduling is not left out.
+    """
+    return _instead(_TIMED if timed_moves else _QUICKLY)
 
 
 def solved_as_for_users() -> contextlib.AbstractContextManager[None]:

@@ -28,6 +28,7 @@ from offmate.plans.break_even import BreakEven
 from offmate.session import preparer, state_storage
 
 from ...accelerator.loops import without_allocator
+from ...fuzz.figures import from_hardware_file
 from ...runtime.storage.faulty import once
 from ..training.speculating import own_cores
 from .disks import broken, full, use_faulty_files
@@ -143,6 +144,13 @@ def all_early(plan: offmate.Plan) -> offmate.Plan:
 
 
 @pytest.fixture
+def timed_moves() -> Iterator[None]:
+    """Plans whose moves were timed: without that, gradients of several passes leave late."""
+    with from_hardware_file(timed_moves=True):
+        yield
+
+
+@pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans update all states in files before the gate."""
     make_plan = preparer.make_plan
@@ -172,7 +180,7 @@ def test_steps_have_plain_bits(slow, kind, clip, everything, forced, fates):
 
 @pytest.mark.parametrize("clip", [INF, 1e-3])
 @pytest.mark.parametrize(("order", "ram"), [("by batch", 2_300_000), ("by block", 2_000_000)])
-def test_updates_of_several_micro_batches(slow, order, ram, clip, everything, forced, fates):
+def test_updates_of_several_micro_batches(slow, order, ram, clip, timed_moves, everything, forced, fates):
     config = replace(CONFIG, accumulation_order=order)
     pair = Pair(slow, clip=clip, accumulation_steps=3, config=config, gpu_budget=2_000_000, cpu_budget=ram)
     for number in range(4):
@@ -487,6 +495,7 @@ def test_a_drive_that_has_filled_up_lets_updates_wait(
     gpu: int,
     ram: int,
     skip: int,
+    timed_moves: None,
     chosen: Any,
     forced: Any,
     monkeypatch: Any,
