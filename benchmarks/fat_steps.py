@@ -8,14 +8,16 @@ RAM and the drives of `benchmarks/storage_plans.py`. Gradients are clipped, clip
 what the drive takes at least for the bytes that the plan moves there.
 
 Then GreedySnake's first machine and GPT-65B (its sections 4.5 and 6, and its figure 11): how many micro-batches hide
-the optimizer's storage. Blocks are whole layers, and parameters may lie on the drive, too; what blocks hand on stays in
-RAM. "alpha" is the part of the stored states' traffic that is under way outside the backwards (its section 4.4), with
-that of updates on the CPU spread as these are. "not delayed" is the least that an update would take if all of it had to
-be under way in the backwards: their computes or that traffic, whichever is longer, after the forwards' computes. Where
-195 GB of RAM do not suffice, the row has as much as it needs.
+the optimizer's storage. Blocks are whole layers, the model returns the loss alone, and parameters may lie on the drive,
+too. What blocks hand on stays in RAM. "alpha" is the part of the stored states' traffic that is under way outside the
+backwards (its section 4.4), with that of updates on the CPU spread as these are. "not delayed" is the least that an
+update would take if all of it had to be under way in the backwards: their computes or that traffic, whichever is
+longer, after the forwards' computes. Where 195 GB of RAM do not suffice, the row has as much as it needs.
 
-Last, the same with RAM for little more than working buffers (its figure 12): 1.05 times the least with which all that
-may lie on the drive does so. The first row has 195 GB.
+Last, the same with RAM for working buffers only (its figure 12): what the updates of two layers hold, of which one is
+updated while the other is on its way. Everything else may lie on the drive, what blocks hand on and keep, too. Beside
+it stand 195 GB. The paper's system computes every layer again in the backward. So these rows come twice: with that, and
+with what the program chooses.
 
 Each bar that a table is checked against is printed below it, met or not.
 """
@@ -254,7 +256,8 @@ def snake_problem() -> Problem:
     both = 2 / (1 / _SNAKE_READ + 1 / _SNAKE_WRITE)
     problem = _with_drive(problem, _SNAKE_READ, _SNAKE_WRITE, both, ram_bytes=_SNAKE_RAM_BYTES)
     tiers = tuple(replace(tier, for_parameters=True, for_values=False) for tier in problem.rates.tiers)
-    return replace(problem, rates=replace(problem.rates, tiers=tiers))
+    outputs = tuple(output for output in problem.outputs if output.name == "loss")
+    return replace(problem, rates=replace(problem.rates, tiers=tiers), outputs=outputs)
 
 
 def _snake_figures(problem: Problem, count: int) -> dict[str, Any]:
@@ -312,35 +315,46 @@ def _snake_bars(rows: list[dict[str, Any]]) -> list[Bar]:
 
 # -- the same with RAM for working buffers only ----------------------------------------------------------------------
 
-_AMPLE_COUNT = 28  # with which 195 GB are bound by computing
-_SMALL_COUNTS = (24, 32, 40, 44, 48)
+_PAPERS, _OWN = "all computed again", "the program's"
+_AMPLE, _BUFFERS = "195 GB", "working buffers"
+_SMALL = {  # numbers of micro-batches, with either RAM
+    _PAPERS: {_AMPLE: (20, 28, 40), _BUFFERS: (24, 32, 40, 48, 64)},
+    _OWN: {_AMPLE: (28, 40, 64), _BUFFERS: (32, 48, 64)},
+}
 
 
 def _small_rows(whole: bool) -> Iterator[dict[str, Any]]:
     del whole
     one = snake_problem()
     tiers = tuple(replace(tier, for_values=True) for tier in one.rates.tiers)
-    one = replace(one, rates=replace(one.rates, tiers=tiers))
-    yield {"micro-batches": _AMPLE_COUNT, "least RAM GB": None} | _snake_figures(
-        for_all(one, _AMPLE_COUNT), _AMPLE_COUNT
+    own = replace(one, rates=replace(one.rates, tiers=tiers))
+    again = tuple(
+        replace(b, options=tuple(o for o in b.options if not o.saved_bytes + o.offloaded_bytes)) for b in own.blocks
     )
-    for count in _SMALL_COUNTS:
-        fat = for_all(one, count)
-        least = least_host_within_device(fat, time_limit_s=_LIMIT_S)
-        if least is None:  # all micro-batches of a step have their values on the GPU
-            nothing = dict.fromkeys(_SNAKE_FIGURES, None) | {"status": "does not fit the GPU"}
-            yield {"micro-batches": count, "least RAM GB": None} | nothing
-            continue
-        small = replace(fat, host_budget_bytes=round(_ROOM * least), host_in_time=True)
-        yield {"micro-batches": count, "least RAM GB": least / GB} | _snake_figures(small, count)
+    for choice, problem in ((_PAPERS, replace(own, blocks=again)), (_OWN, own)):
+        for ram, counts in _SMALL[choice].items():
+            for count in counts:
+                fat = for_all(problem, count)
+                if ram == _BUFFERS:
+                    fat = replace(fat, host_budget_bytes=_working_bytes(problem))
+                yield {"layers": choice, "RAM": ram, "micro-batches": count} | _snake_figures(fat, count)
+
+
+def _working_bytes(problem: Problem) -> int:
+    """Return the RAM for the update of one layer and for another one on its way."""
+    return 2 * max(group.param_bytes + group.grad_bytes + group.state_bytes for group in problem.groups)
 
 
 def _small_bars(rows: list[dict[str, Any]]) -> list[Bar]:
-    ample, *small = rows
-    best = max((row for row in small if row["tokens/s"]), key=lambda row: float(row["tokens/s"]), default=None)
-    ratio = ample["tokens/s"] / best["tokens/s"] if best and ample["tokens/s"] else None
-    where = f"{best['micro-batches']} micro-batches and {best['RAM GB']:.1f} GB of RAM" if best else "little RAM"
-    return [Bar(f"tokens/s with 195 GB / with {where}:", ratio, 1.03)]
+    found = []
+    for choice in (_PAPERS, _OWN):
+        best = {
+            ram: max(row["tokens/s"] or 0 for row in rows if (row["layers"], row["RAM"]) == (choice, ram))
+            for ram in (_AMPLE, _BUFFERS)
+        }
+        ratio = best[_AMPLE] / best[_BUFFERS] if best[_BUFFERS] else None
+        found.append(Bar(f"tokens/s with {_AMPLE} / with {_BUFFERS}, layers {choice}:", ratio, 1.03))
+    return found
 
 
 _Row = dict[str, Any]

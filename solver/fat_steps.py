@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from .problem import Option, Problem
 from .rows import Block
@@ -29,6 +30,34 @@ class _More:
 
     def of(self, slots: int) -> int:
         return (slots - 1) * self.per_slot_bytes + (self.once_bytes if slots > 1 else 0)
+
+
+class InTurn(NamedTuple):
+    """Bytes of a block's values of all micro-batches of a step but one: each comes, or goes, with its own compute.
+
+    Parameters
+    ----------
+    made: by the forward, and not saved. gradients_made, gradients_taken: of values and outputs, by the backward.
+    """
+
+    made: int
+    gradients_made: int
+    gradients_taken: int
+
+
+def in_turn(problem: Problem, block: int) -> InTurn:
+    """Return what a step does not hold for all of its micro-batches at once; `problem` is that of all of them."""
+    step = problem.runs[block][0][1]
+    return InTurn(
+        all_but_one(problem, _made(problem, block)),
+        all_but_one(problem, _gradients_made(problem, step)),
+        all_but_one(problem, _gradients_taken(problem, block)),
+    )
+
+
+def all_but_one(problem: Problem, amount_bytes: int) -> int:
+    """Return the bytes of all micro-batches of a step but one, of those of all."""
+    return amount_bytes - amount_bytes // problem.per_step
 
 
 def in_passes(problem: Problem, micro_batches: int, per_step: int) -> Problem:
@@ -152,17 +181,27 @@ def _scaled(option: Option, times: Fraction) -> Option:
 
 def _forward_more(problem: Problem, block: int) -> _More:
     """What a block's forward makes for every micro-batch and that is not saved."""
-    made = sum(v.bytes for v in problem.values if v.made == block)
-    return _More(made + sum(o.bytes for o in problem.outputs if o.made == block))
+    return _More(_made(problem, block))
 
 
 def _backward_more(problem: Problem, block: int) -> _More:
     """What a block's backward takes and makes for every micro-batch, and the gradients that it adds up."""
     step = problem.runs[block][0][1]
-    taken = sum(v.grad_bytes for v in problem.values if v.made == block)
-    taken += sum(o.grad_bytes for o in problem.outputs if o.made == block)
-    made = sum(v.grad_bytes for v in problem.values if v.grad_steps[:1] == (step,))
     partial = sum(g.grad_bytes for g in problem.groups if len(g.grad_steps) > 1 and g.grad_steps[0] == step)
     # One micro-batch's gradient is there beside the sum of those before it.
     fresh = sum(g.grad_bytes for g in problem.groups if g.grad_steps == (step,))
-    return _More(taken + made + partial, fresh)
+    return _More(_gradients_taken(problem, block) + _gradients_made(problem, step) + partial, fresh)
+
+
+def _made(problem: Problem, block: int) -> int:
+    made = sum(v.bytes for v in problem.values if v.made == block)
+    return made + sum(o.bytes for o in problem.outputs if o.made == block)
+
+
+def _gradients_made(problem: Problem, step: int) -> int:
+    return sum(v.grad_bytes for v in problem.values if v.grad_steps[:1] == (step,))
+
+
+def _gradients_taken(problem: Problem, block: int) -> int:
+    taken = sum(v.grad_bytes for v in problem.values if v.made == block)
+    return taken + sum(o.grad_bytes for o in problem.outputs if o.made == block)

@@ -22,6 +22,8 @@ class Account:
     moved: dict[Resource, list[Terms]]  # bytes over each link, and those that it could move in its seconds per copy
     serial: dict[Resource, list[Terms]]  # of these, the bytes that cannot move while the step computes
     rates: Rates
+    not_yet: list[Terms]  # bytes that are not on the device yet when a step's first micro-batch computes
+    no_longer: list[Terms]  # and those that are there no longer when its last one does
     tiers: dict[str, Terms]  # bytes on each tier other than the device, for the whole iteration
     passing: list[Terms] | None  # as `rise`, of what is on the host for some steps; None if it counts in `tiers`
     traffic: Terms = field(default_factory=dict)  # all bytes that move, for the objective
@@ -39,11 +41,11 @@ class Account:
         def each(resources: Iterable[Resource]) -> dict[Resource, list[Terms]]:
             return {resource: [{} for _ in range(n_steps)] for resource in resources}
 
-        rise: list[Terms] = [{} for _ in range(n_steps)]
+        rise, not_yet, no_longer = ([Terms() for _ in range(n_steps)] for _ in range(3))
         passing: list[Terms] | None = [{} for _ in range(n_steps)] if host_in_time else None
         tiers: dict[str, Terms] = {tier: {} for tier in rates.paths}
         moved, serial = each(rates.links), each(rates.links)
-        return Account(rise, each(rates.working), moved, serial, rates, tiers, passing)
+        return Account(rise, each(rates.working), moved, serial, rates, not_yet, no_longer, tiers, passing)
 
     def hold(self, step: int, amount_bytes: float, terms: Terms) -> None:
         """Count amount * terms on the device in `step`."""
@@ -56,6 +58,24 @@ class Account:
     def hold_sums(self, steps: Sequence[int], amount_bytes: float, sums: Mapping[int, Terms]) -> None:
         """Count amount * an expression by step on the device in `steps`, neighbours in cyclic order."""
         _change(self.rise, steps, amount_bytes, sums)
+
+    def come_in_turn(self, step: int, amount_bytes: float, terms: Terms) -> None:
+        """Count amount * terms, which `hold` counts in `step`, as made or copied there micro-batch by micro-batch.
+
+        Parameters
+        ----------
+        amount_bytes: of all micro-batches of the step but the first.
+        """
+        accumulate(self.not_yet[step], amount_bytes, terms)
+
+    def go_in_turn(self, step: int, amount_bytes: float, terms: Terms) -> None:
+        """Count amount * terms, which `hold` counts in `step`, as released there micro-batch by micro-batch.
+
+        Parameters
+        ----------
+        amount_bytes: of all micro-batches of the step but the last.
+        """
+        accumulate(self.no_longer[step], amount_bytes, terms)
 
     def pass_through(self, amount_bytes: float, out: Flow, back: Flow) -> None:
         """Count amount * a flow on the host from the step in which it comes there to the one in which it goes.

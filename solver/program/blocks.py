@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..fat_steps import all_but_one
 from ..linear import ONE, Builder, Terms, add, flow
 from ..problem import Problem, ProblemError, Value
 from ..resources import HOST, Path, Resource
@@ -112,6 +113,14 @@ def _offload(
             account.hold_over(gone.span[1:], most_bytes, part)
             account.hold_sums(gone.span[1:], -most_bytes, gone.prior)
             account.hold_sums(there.span[:-1], most_bytes, there.sums)
+            for step, moved in gone.each():
+                account.go_in_turn(step, all_but_one(problem, most_bytes), moved)
+            for step, moved in there.each():
+                rest_bytes, one_bytes = all_but_one(problem, most_bytes), most_bytes // problem.per_step
+                if step == backward and rest_bytes:  # those of the next micro-batch come while one computes
+                    rest_bytes -= one_bytes
+                    account.go_in_turn(step, -one_bytes, moved)
+                account.come_in_turn(step, rest_bytes, moved)
     return tuple(trips)
 
 
@@ -131,6 +140,7 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
             builder.at_most_zero(f"one tier[{value.name}]", add(*together, (-1.0, {ONE: 1.0})))
         for start in problem.each(0):
             account.hold_over(range(start + value.made + 1, start + value.uses[-1] + 1), value.bytes, {ONE: 1.0})
+            account.go_in_turn(start + value.uses[-1], all_but_one(problem, value.bytes), {ONE: 1.0})
             for path, leaving in ways:
                 _count_leaving(problem, value, start, leaving, path, account)
         result += [leaving for _, leaving in ways]
@@ -142,6 +152,8 @@ def _count_leaving(problem: Problem, value: Value, start: int, leaving: Leaving,
     serial, moved_bytes = 1 / slots if leaving.out == value.made else 0.0, problem.share(start) * value.bytes
     out, back = start + leaving.out, start + leaving.back
     account.hold_over(range(out + 1, back), -value.bytes, leaving.column)
+    account.go_in_turn(out, all_but_one(problem, value.bytes), leaving.column)
+    account.come_in_turn(back, all_but_one(problem, value.bytes), leaving.column)
     if path.tier == HOST and account.host_in_time:
         account.stay(range(out, back + 1), value.bytes, leaving.column)
     account.move(path.out, out, moved_bytes, leaving.column, copies=slots, serial=serial)

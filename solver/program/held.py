@@ -1,8 +1,12 @@
-"""Bytes on the device that no decision changes."""
+"""Bytes on the device that no decision changes, and what a block's computes hold of them, one after another."""
 
 from __future__ import annotations
 
+from ..fat_steps import all_but_one, in_turn
+from ..linear import ONE
 from ..problem import Problem
+from .account import Account
+from .blocks import Choices
 
 
 def held_bytes(problem: Problem) -> list[int]:
@@ -12,7 +16,7 @@ def held_bytes(problem: Problem) -> list[int]:
     of outputs, and gradient accumulators between the steps that make and consume them. Bytes that a step's own peak
     already contains are left out for that step.
 
-    Returns: one integer per step, in bytes.
+    Returns: one integer per step, in bytes, of all micro-batches that a step runs for.
     """
     held = [0] * problem.n_steps
     n, last = problem.n_blocks, problem.passes[-1]
@@ -37,3 +41,20 @@ def held_bytes(problem: Problem) -> list[int]:
             if len(group.grad_steps) > 1:
                 add(start + group.grad_steps[0] + 1, start + group.grad_steps[-1], problem.per_step * group.grad_bytes)
     return held
+
+
+def hold_in_turn(problem: Problem, i: int, block: Choices, account: Account) -> None:
+    """Count what comes, or goes, with every compute of a block, where its steps run for several micro-batches.
+
+    A forward saves values for its backward, which releases them; both make what they hand on.
+    """
+    handed = in_turn(problem, i)
+    for forward, backward in problem.runs[i]:
+        account.come_in_turn(forward, handed.made, {ONE: 1.0})
+        account.come_in_turn(backward, handed.gradients_made, {ONE: 1.0})
+        account.go_in_turn(backward, handed.gradients_taken, {ONE: 1.0})
+        for o, column in block.columns.items():
+            option = problem.blocks[i].options[o]
+            saved = all_but_one(problem, option.saved_bytes + option.offloaded_bytes)
+            account.come_in_turn(forward, saved, column)
+            account.go_in_turn(backward, saved, column)

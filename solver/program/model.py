@@ -30,6 +30,7 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | Z | leaving | interface value leaves between forwards and backwards | {0, 1} | |
 | Time | time | seconds of a step | s | >= each resource's seconds |
 | Level | level | everything on the device in a step | <= budget | Level[t] = Level[t - 1] + rise of step t |
+| | in turn | that at the first and last of several computes | <= budget | Level less what comes later, or has gone |
 | In, Out | links | seconds of a step's copies over one link, if alone, those per copy included | s | |
 | Host | host | what is on the host for some steps, if these are counted | bytes | as Level |
 | M | least | the budget, if the program minimises it | bytes | |
@@ -64,7 +65,7 @@ from .account import Account
 from .blocks import Choices, Leaving, add_blocks, add_values
 from .columns import GroupColumns, mark
 from .groups import add_group
-from .held import held_bytes
+from .held import held_bytes, hold_in_turn
 from .streamed import streaming_solution
 
 Goal = Literal["time", "device", "host", "host within device"]
@@ -83,8 +84,9 @@ class Program:
 
     Parameters
     ----------
-    memory: device bytes by step; empty if the goal is the host. host: bytes on the host, by step if they are counted in
-        time, otherwise of the whole iteration. Both are unscaled.
+    memory: device bytes by step; empty if the goal is the host. A step that runs for several micro-batches has those of
+        its first and of its last compute, since in between the bytes change evenly.
+    host: bytes on the host, by step if they are counted in time, otherwise of the whole iteration. Both are unscaled.
     device_rows: the expressions that the device budget bounds: (step, bytes).
     time: seconds of each step, in units of `time_unit_s`; empty unless the goal is time. times: how often each step
         happens in an iteration.
@@ -96,7 +98,7 @@ class Program:
     groups: dict[str, GroupColumns]
     choices: tuple[Choices, ...]
     leaving: tuple[Leaving, ...]
-    memory: tuple[Terms, ...]
+    memory: tuple[tuple[Terms, ...], ...]
     device_rows: tuple[tuple[int, Terms], ...]
     host: tuple[Terms, ...]
     time: tuple[Terms, ...]
@@ -135,25 +137,27 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         objective = add(*((problem.times(step), t) for step, t in enumerate(time)), (weight, account.traffic))
     else:
         objective = builder.column("M", inf)
-    memory: tuple[Terms, ...] = ()
+    memory: tuple[tuple[Terms, ...], ...] = ()
     device_rows: tuple[tuple[int, Terms], ...] = ()
     if goal != "host":
         unit = (_most_on_device(problem) if goal == "device" else problem.device_budget_bytes) / SCALE or 1.0
-        memory = _levels(builder, account.rise, unit, "Level")
+        levels = _levels(builder, account.rise, unit, "Level")
+        memory = tuple(_in_turn(problem, level, step, account) for step, level in enumerate(levels))
         outside = [
-            (step, add((1.0, memory[step]), (1.0, more)))
+            (step, add((1.0, levels[step]), (1.0, more)))
             for begins in problem.each(0)
             for step, more in ((begins, start), (begins + problem.n_blocks, user))
         ]
-        device_rows = (*enumerate(memory), *outside)
+        within = [(step, terms) for step, rows in enumerate(memory) for terms in rows]
+        device_rows = (*within, *outside)
         most = objective if goal == "device" else {ONE: problem.device_budget_bytes / unit}
         for i, (step, terms) in enumerate(device_rows):
-            name = f"memory[{step}{'' if i < len(memory) else ',outside'}]"
+            name = f"memory[{step}{'' if i < len(within) else ',outside'}]"
             builder.at_most_zero(name, add((1 / unit, terms), (-1.0, most)))
     host = _tier_rows(problem, builder, account, goal, objective)
     if goal == "device":
         spread = SPREAD_WEIGHT / problem.n_steps / unit
-        objective = add((1.0, objective), *((spread, m) for m in memory))
+        objective = add((1.0, objective), *((spread, level) for level in levels))
     objective.pop(ONE, None)
     return Program(
         model=builder.freeze(objective),
@@ -169,6 +173,12 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         traffic_slack_s=TRAFFIC_WEIGHT * SCALE * unit_s,
         busy=_busy(problem, account),
     )
+
+
+def _in_turn(problem: Problem, level: Terms, step: int, account: Account) -> tuple[Terms, ...]:
+    """Return a step's bytes while its first and its last micro-batch compute; one expression if these are the same."""
+    changes = account.not_yet[step], account.no_longer[step]
+    return tuple(add((1.0, level), (-1.0, change)) for change in changes) if any(changes) else (level,)
 
 
 def _busy(problem: Problem, account: Account) -> dict[Resource, Terms]:
@@ -193,6 +203,8 @@ def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Acco
     handed_in = sum(o.grad_bytes for o in problem.outputs if problem.runs[o.made][0][1] > n)
     for step, held in enumerate(held_bytes(problem)):
         account.hold(step, held, {ONE: 1.0})
+    for i in range(n if problem.per_step > 1 else 0):
+        hold_in_turn(problem, i, choices[i], account)
     start: Terms = {ONE: float(problem.start_peak_bytes - shared_bytes)}
     user: Terms = {ONE: float(problem.user_bytes - handed_in)}
     for i, block in enumerate(choices):

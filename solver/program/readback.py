@@ -40,7 +40,7 @@ def read_solution(program: Program, answer: RawAnswer) -> Solution:
         value_tiers={z.name: z.tier for z in away if z.tier != HOST},
         groups={name: read_group(columns, values) for name, columns in program.groups.items()},
         step_s=step_s,
-        memory_bytes=tuple(round(evaluate(m, values)) for m in program.memory),
+        memory_bytes=tuple(round(max(evaluate(row, values) for row in rows)) for rows in program.memory),
         host_bytes=round(max(evaluate(row, values) for row in program.host)),
         busy_s={str(resource): evaluate(seconds, values) for resource, seconds in program.busy.items()},
     )

@@ -18,7 +18,7 @@ from offmate.solver.files import to_dict as problem_to_dict
 from offmate.solver.instances.synthetic import Rates, Shape, Speeds, llama
 from offmate.solver.items import Item, ItemKind
 from offmate.solver.plan import plan
-from offmate.solver.problem import Block, Problem
+from offmate.solver.problem import Block, Option, Problem, Value
 from offmate.solver.program.streamed import streaming_solution
 from offmate.solver.rounding.spilled import whole_schedule
 from offmate.solver.schedule import Kind, Schedule
@@ -119,6 +119,52 @@ def test_the_first_micro_batch_has_the_names_of_a_single_one() -> None:
     assert items.value("h").at(0) == "v:h" and items.value("h").at(2) == "v:h@2"
     assert items.parameter("w").at(2) == "p:w", "parameters belong to all micro-batches"
     assert Item.parse("v:h@2@0") == items.value("h@2") and Item.parse("v:h@2").slot == 2
+
+
+# -- memory within a step ---------------------------------------------------------------------------------------------
+
+
+def chain(n: int, values: list[Value], option: Option) -> Problem:
+    """Blocks of one option that have nothing but values."""
+    blocks = tuple(Block(f"b{i}", (option,)) for i in range(n))
+    rates = Rates(1e6, 1e6, 2e6)
+    return Problem(blocks, (), tuple(values), (), (), rates, 10**6, 10**6, turn_around_steps=2)
+
+
+def least(problem: Problem, exactly: int) -> None:
+    """Check the least budget of a problem: in the program, and in a schedule."""
+    for budget, fits in ((exactly, True), (exactly - 1, False)):
+        assert bool(solve(replace(problem, device_budget_bytes=budget)).options) is fits
+    found = plan(replace(problem, device_budget_bytes=exactly)).schedule
+    assert found is not None and max(memory_highs(found)) == exactly
+
+
+def test_values_take_each_others_place() -> None:
+    """Each of four micro-batches frees 1,000 bytes when it has made 1,000: at most five are there, and not eight."""
+    values = [Value(f"h{i}", 1000, i, (i + 1,)) for i in range(3)]
+    least(for_all(chain(4, values, Option("", 0, 0, 1.0, 1.0, 1000, 0)), 4), 5000)
+
+
+def test_gradients_take_each_others_place() -> None:
+    """As values do, in the backwards; the values that both read leave between forward and backward."""
+    values = [Value(f"h{i}", 10, i, (i + 1, 10 - i), 1000, (10 - i,)) for i in range(5)]
+    # A backward takes a gradient and makes one, and releases a value; beside them, values come for the next backward.
+    least(for_all(chain(6, values, Option("", 0, 0, 1.0, 1.0, 10, 2000)), 4), 5050)
+
+
+def test_what_blocks_offload_leaves_and_returns_micro_batch_by_micro_batch() -> None:
+    """In the backward, the next one's bytes come while one computes: two of four are there at once."""
+    problem = chain(5, [], Option("", 0, 0, 1.0, 1.0, 0, 0))
+    first = replace(problem.blocks[0], options=(Option("", 0, 1000, 1.0, 1.0, 1000, 1000),))
+    least(for_all(replace(problem, blocks=(first, *problem.blocks[1:])), 4), 2000)
+
+
+def test_a_value_leaves_and_returns_micro_batch_by_micro_batch() -> None:
+    """It is released for one micro-batch after another where it leaves, and others come in that place."""
+    value = Value("h", 1000, 0, (1, 10))
+    option = Option("", 0, 0, 1.0, 1.0, 1000, 1000)
+    problem = chain(6, [value, Value("x", 1000, 1, (2,))], option)
+    least(for_all(problem, 4), 5000)
 
 
 # -- the schedule -----------------------------------------------------------------------------------------------------
