@@ -142,7 +142,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     if goal != "host":
         unit = (_most_on_device(problem) if goal == "device" else problem.device_budget_bytes) / SCALE or 1.0
         levels = _levels(builder, account.rise, unit, "Level")
-        memory = tuple(_in_turn(problem, level, step, account) for step, level in enumerate(levels))
+        memory = tuple(_in_turn(level, step, account) for step, level in enumerate(levels))
         outside = [
             (step, add((1.0, levels[step]), (1.0, more)))
             for begins in problem.each(0)
@@ -175,7 +175,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     )
 
 
-def _in_turn(problem: Problem, level: Terms, step: int, account: Account) -> tuple[Terms, ...]:
+def _in_turn(level: Terms, step: int, account: Account) -> tuple[Terms, ...]:
     """Return a step's bytes while its first and its last micro-batch compute; one expression if these are the same."""
     changes = account.not_yet[step], account.no_longer[step]
     return tuple(add((1.0, level), (-1.0, change)) for change in changes) if any(changes) else (level,)
