@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from . import items
+from .handed import Hand
 from .items import Item
 from .problem import Group, Problem, Rows, TensorSize
 from .resources import HOST
@@ -121,6 +122,7 @@ class Decisions:
     options, activations: per block, the option index, and when the values that the option offloads leave and return.
     offloaded_values: interface values that leave between their last forward and first backward use.
     value_tiers: by name, the tier that a value leaves to, if that is not the host.
+    handed: by what neighbouring steps hand on, and tier, of how many micro-batches it is away there.
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -128,6 +130,7 @@ class Decisions:
     activations: tuple[ActivationStay | None, ...]
     offloaded_values: frozenset[str]
     value_tiers: dict[str, str] = field(default_factory=dict)
+    handed: dict[Hand, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

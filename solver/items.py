@@ -81,7 +81,7 @@ ItemKind.PARTIAL = ItemKind("part", "partial gradient of {}", "gradients", by_ba
 ItemKind.TOTAL = ItemKind("t", "total gradient of {}", "gradients", **_MOVES)
 ItemKind.STATE = ItemKind("s", "optimizer state of {}", "optimizer states", **_MOVES, roams=True)
 ItemKind.VALUE = ItemKind("v", "value {}", "activations", by_batch=True, **_MOVES, roams=True)
-ItemKind.VALUE_GRADIENT = ItemKind("d", "gradient of {}", "gradients", by_batch=True)
+ItemKind.VALUE_GRADIENT = ItemKind("d", "gradient of {}", "gradients", by_batch=True, **_MOVES, roams=True)
 ItemKind.KEPT = ItemKind("k", "values that block {} keeps", "activations", by_batch=True)
 ItemKind.OFFLOADED = ItemKind("a", "values that block {} offloads", "activations", by_batch=True, **_MOVES, roams=True)
 ItemKind.SHARED = ItemKind("x", "shared value {}", "shared", by_batch=True)

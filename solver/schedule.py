@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import groupby
@@ -198,6 +199,13 @@ class Schedule(InPasses):
         files = {tier.name for tier in self.rates.tiers if tier.for_states}
         return frozenset(item for item, home in self.homes.items() if item.kind.by_batch and home in files)
 
+    @cached_property
+    def returns(self) -> Counter[Item]:
+        """How often interface values return in a pass: each time from the one copy that has left."""
+        first = self.passes[0]
+        moved = (a.item for a in first.forward + first.backward if a.kind is Kind.PREFETCH)
+        return Counter(item for item in moved if item.kind is ItemKind.VALUE)
+
     @property
     def bytes_in_files(self) -> int:
         """The bytes of all states and trained parameters whose homes are in files, each of them once."""
@@ -320,7 +328,8 @@ def _stays_on_host(schedule: Schedule) -> tuple[dict[Item, list[tuple[int, int]]
             ends = [at - time for at, again in found[k + 1 :] if not again]
             ends += [at - time + len(runs) for at, again in found[:k] if not again]
             if comes and ends:
-                stays.setdefault(item, []).append((time, ends[0] + 1))
+                last = ends[max(schedule.returns[item], 1) - 1]
+                stays.setdefault(item, []).append((time, last + 1))
     return stays, len(runs)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from .handed import Hand
+
 
 class Status(Enum):
     """The end of a solve; the value is a sentence with advice."""
@@ -106,6 +108,8 @@ class Solution:
     activations: per block, the moves of the values that its option offloads.
     offloaded_values: names of the interface values that leave between their last forward and first backward use.
     value_tiers: by name, the tier that a value leaves to, if that is not the host.
+    handed: by what neighbouring steps hand on, and tier, the part of the most copies that can be away in between;
+        absent if none is.
     step_s: predicted seconds per step, each counted once. `objective_s` is their sum, with the middle pass's steps
         counted M - 2 times (`Problem.times`).
     memory_bytes: device bytes per step as the program counts them.
@@ -128,4 +132,5 @@ class Solution:
     memory_bytes: tuple[int, ...] = ()
     host_bytes: int = 0
     value_tiers: dict[str, str] = field(default_factory=dict)
+    handed: dict[Hand, dict[str, float]] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)

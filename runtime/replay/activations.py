@@ -1,10 +1,11 @@
-"""Interface values and offloaded values: made by forwards for backwards, and off the device in between."""
+"""What computes hand on to later ones, and that may be off the device in between."""
 
 from __future__ import annotations
 
 import torch
 
 from ...solver.items import Item
+from ...solver.returns import Returns
 from ..layouts import meta_of, on_storage, storage_view
 from .contents import Buffer
 from .copies import Homes, bring, start_out
@@ -16,15 +17,21 @@ class _Away:
 
     def __init__(self, world: World) -> None:
         self._world, self._contents, self._homes = world, world.contents, Homes(world)
+        self._returns = Returns(world.schedule.returns)
 
     def release_host(self, *, files: bool = False) -> None:
         """Free the memory that they leave to, in files only if asked; no copy may be under way, nor a value needed."""
         self._homes.clear(files=files)
+        self._returns.clear()
 
-    def _bring(self, item: Item) -> Buffer:
-        buffer = bring(self._world, item, self._homes.of(item))
+    def _bring(self, item: Item) -> tuple[Buffer, dict[str, torch.Tensor]]:
+        """Start an item's copy to the device; return it, and the views that tensors had of it."""
+        last = self._returns.is_last(item)
+        buffer = bring(self._world, item, self._homes.of(item), stays=not last)
+        if not last:
+            return buffer, self._contents.views[item]
         del self._contents.written[item]
-        return buffer
+        return buffer, self._contents.views.pop(item)
 
     def _send(self, item: Item, wholes: dict[str, torch.Tensor]) -> None:
         homes = self._homes.shared(item, wholes)
@@ -41,10 +48,10 @@ class Values(_Away):
             self._names.setdefault(item, []).append(name)
 
     def bring(self, item: Item) -> None:
-        buffer = self._bring(item)
+        buffer, views = self._bring(item)
         whole = next(iter(buffer.tensors.values()))
         values = self._contents.of(item.slot).values
-        for name, view in self._contents.views.pop(item).items():
+        for name, view in views.items():
             values[name] = Buffer({"": on_storage(whole, view)}, buffer.arrived)
 
     def send(self, item: Item) -> None:
@@ -56,17 +63,19 @@ class Values(_Away):
     def release(self, item: Item) -> None:
         if item in self._contents.written:
             self._contents.written[item].wait()
+        values = self._contents.of(item.slot).values
         for name in self._names.get(item.at(0), ()):
-            self._contents.of(item.slot).values.pop(name, None)
+            if name in values:
+                values.pop(name).settle()  # of a micro-batch that is left out, nothing has read it
 
 
 class Offloaded(_Away):
     """The values that a block's option offloads: storages that registers of its backward view."""
 
     def bring(self, item: Item) -> None:
-        buffer = self._bring(item)
+        buffer, views = self._bring(item)
         saved = self._contents.of(item.slot).saved[item.block]
-        for key, view in self._contents.views.pop(item).items():
+        for key, view in views.items():
             storage, register = key.split("/")
             saved.registers[int(register)] = on_storage(buffer.tensors[storage], view)
         self._contents.of(item.slot).values[item] = Buffer({}, buffer.arrived)
@@ -86,3 +95,26 @@ class Offloaded(_Away):
         for registers in self._world.binding.blocks[item.block].offloaded.values():
             for register in registers:
                 del saved.registers[register]
+
+
+class ValueGradients(_Away):
+    """Gradients of interface values and of outputs. Only computes release those that have not left."""
+
+    def bring(self, item: Item) -> None:
+        buffer, views = self._bring(item)
+        batch, key = self._contents.of(item.slot), _key(item)
+        batch.grads[key] = on_storage(next(iter(buffer.tensors.values())), views[key])
+        batch.values[item] = Buffer({}, buffer.arrived)
+
+    def send(self, item: Item) -> None:
+        gradient = self._contents.of(item.slot).grads[_key(item)]
+        self._contents.views[item] = {_key(item): meta_of(gradient)}
+        self._send(item, {"": storage_view(gradient)})
+
+    def release(self, item: Item) -> None:
+        self._contents.written[item].wait()
+        del self._contents.of(item.slot).grads[_key(item)]
+
+
+def _key(item: Item) -> str:
+    return f"value:{item.name}"

@@ -173,6 +173,9 @@ class Computes:
         # Tensors that only the registers hold are freed at their last reader.
         del saved, copies
         for port in block.tangents:
+            returned = batch.values.pop(items.value_gradient(port.name.split(":", 1)[1]).at(slot), None)
+            if returned is not None:
+                returned.settle()
             given[port.storage] = batch.grads[port.name].untyped_storage().nbytes()
             registers[port.register] = batch.grads.pop(port.name)
         live = run(block.backward, registers, self._device.ledger, given, self._device.arena)

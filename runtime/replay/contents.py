@@ -104,6 +104,7 @@ class Contents:
     grad_copied: by parameter, the event after which the gradient's memory on the device may be freed.
     totals: by parameter, the sum of its gradients so far, where it is kept on the device.
     returned_grads: by parameter, its whole gradient (or total), back from the host for its update on the device.
+    left_out: slots of micro-batches whose backward() never came, so that they have no gradients.
     views: by item, the views that tensors have of storages that have left.
     returned: outputs by item, on a device with its own allocator. They are kept as long as the schedule keeps them,
         even if the user frees them sooner, since the memory would otherwise be reused in another way than was
@@ -126,6 +127,7 @@ class Contents:
     grad_copied: dict[str, Event] = field(default_factory=dict)
     totals: dict[str, Buffer] = field(default_factory=dict)
     returned_grads: dict[str, Buffer] = field(default_factory=dict)
+    left_out: set[int] = field(default_factory=set)
     views: dict[Item, dict[str, torch.Tensor]] = field(default_factory=dict)
     returned: dict[Item, torch.Tensor] = field(default_factory=dict)
 

@@ -16,19 +16,22 @@ from .contents import Buffer
 from .world import World
 
 
-def bring(world: World, item: Item, sources: dict[str, torch.Tensor], path: Path | None = None) -> Buffer:
+def bring(
+    world: World, item: Item, sources: dict[str, torch.Tensor], path: Path | None = None, *, stays: bool = False
+) -> Buffer:
     """Start copies to new device memory, after the copies that still write to their sources.
 
     Parameters
     ----------
-    path: the path over which they come, None for the item's own.
+    path: the path over which they come, None for the item's own. stays: whether the sources are needed again.
     """
     written, path = world.contents.written, path or world.schedule.path_of(item)
     after: tuple[Event, ...] = (written[item],) if item in written else ()
     tensors = {key: world.device.empty_like(source) for key, source in sources.items()}
     copies = tuple(_start_in(world, tensors[key], source, after, path) for key, source in sources.items())
     arrived = UnderWay(f"the copy of {item} to the device", copies) if copies else None
-    world.shared_host.freed(item, arrived)
+    if not stays:
+        world.shared_host.freed(item, arrived)
     return Buffer(tensors, arrived)
 
 

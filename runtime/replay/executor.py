@@ -170,6 +170,7 @@ class Executor:
         self._norms.begin(last=last)
         self._speculation.begin(speculates and last)
         self._computes.incoming = gradients
+        self._contents.left_out = {slot for slot, own in enumerate(gradients) if own is None}
         self._walk(self.schedule.pass_of(number).backward)
         self.complete, self._updating = True, False
         contents = self._contents

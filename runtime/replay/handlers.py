@@ -12,7 +12,7 @@ import torch
 
 from ...solver.items import Item, ItemKind
 from ...solver.resources import HOST
-from .activations import Offloaded, Values
+from .activations import Offloaded, ValueGradients, Values
 from .contents import Buffer, Contents
 from .copies import Homes, bring, bring_from_file, send
 from .gradients import Gradients
@@ -187,16 +187,6 @@ class Totals:
         self._gradients.free_total(item.name)
 
 
-class ValueGradients(Resting):
-    """Gradients of interface values and outputs."""
-
-    def __init__(self, contents: Contents) -> None:
-        self._contents = contents
-
-    def release(self, item: Item) -> None:
-        self._contents.of(item.slot).grads.pop(f"value:{item.name}")
-
-
 class SharedValues(Resting):
     """Values that many blocks read and that are no parameters."""
 
@@ -228,17 +218,18 @@ class Handlers:
 
     def __init__(self, world: World, states: States, gradients: Gradients, unmoved: frozenset[str]) -> None:
         self.parameters, self.states = Parameters(world, unmoved), OfStates(world, states)
-        self._values, self._offloaded = Values(world), Offloaded(world)
+        self._activations = Values(world), Offloaded(world), ValueGradients(world)
+        values, offloaded, value_gradients = self._activations
         self.of: dict[ItemKind, Handler] = {
             ItemKind.PARAMETER: self.parameters,
             ItemKind.GRADIENT: OfGradients(gradients),
             ItemKind.PARTIAL: Resting(),
             ItemKind.TOTAL: Totals(world, gradients),
             ItemKind.STATE: self.states,
-            ItemKind.VALUE: self._values,
-            ItemKind.VALUE_GRADIENT: ValueGradients(world.contents),
+            ItemKind.VALUE: values,
+            ItemKind.VALUE_GRADIENT: value_gradients,
             ItemKind.KEPT: Resting(),
-            ItemKind.OFFLOADED: self._offloaded,
+            ItemKind.OFFLOADED: offloaded,
             ItemKind.SHARED: SharedValues(world),
             ItemKind.OUTPUT: Resting(),
             ItemKind.LOG: Resting(),
@@ -250,11 +241,11 @@ class Handlers:
 
         What lies in files keeps its space there, so that the next iteration has it.
         """
-        self._values.release_host()
-        self._offloaded.release_host()
+        for kind in self._activations:
+            kind.release_host()
         self.states.release_tiers()
 
     def release_files(self) -> None:
         """Give back the space in files of what passes through them in an iteration; none may be under way."""
-        self._values.release_host(files=True)
-        self._offloaded.release_host(files=True)
+        for kind in self._activations:
+            kind.release_host(files=True)

@@ -86,8 +86,13 @@ class _Walker:
                 for item in does.releases:
                     self._end(self.items.pop(item, ()))
 
-    def bring(self, item: Item) -> None:
-        """Allocate an item as a prefetch does."""
+    def bring(self, item: Item, *, fixed: bool = False) -> None:
+        """Allocate an item as a prefetch does.
+
+        Parameters
+        ----------
+        fixed: whether other code knows its address.
+        """
         if item.kind is ItemKind.STATE:
             updated = self.updated(item.name)
             there = updated.state_bytes[: updated.n_known] if item in self.unborn else updated.state_bytes
@@ -99,8 +104,7 @@ class _Walker:
             sizes = [made[storage] for storage in wanted]
         else:
             sizes = [self.schedule.item_bytes[item]]
-        # Only gradients that the user hands in have addresses that other code knows.
-        self.items[item] = [self.make(size, fixed=item.kind is ItemKind.VALUE_GRADIENT) for size in sizes]
+        self.items[item] = [self.make(size, fixed=fixed) for size in sizes]
 
     def _update(self, name: str) -> None:
         updated, share = self.updated(name), self.schedule.share_of_state
@@ -123,8 +127,8 @@ class _Walker:
         elif what == USER:
             spec = self.schedule.computes[name]
             self._pass(spec.rise_bytes)
-            for item in spec.makes:
-                self.bring(item)
+            for item in spec.makes:  # the user hands them in
+                self.bring(item, fixed=True)
         elif what == FORWARD and block is not None:
             self._forward(block, slot)
         elif what == BACKWARD and block is not None:

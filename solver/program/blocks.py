@@ -1,4 +1,4 @@
-"""Columns and rows of the chain: the option of each block, and the interface values between blocks.
+"""Columns and rows of the chain: the option of each block, and what it offloads.
 
 All passes are decided alike: each column counts in every pass.
 """
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ..fat_steps import all_but_one
 from ..linear import ONE, Builder, Terms, add, flow
-from ..problem import Problem, ProblemError, Value
-from ..resources import HOST, Path, Resource
+from ..problem import Problem, ProblemError
+from ..resources import Resource
 from .account import Account
 from .columns import RoundTrip, mark
 from .copies import leave
@@ -31,17 +31,6 @@ class Choices:
 
     columns: dict[int, Terms]
     trips: tuple[RoundTrip, ...] = ()
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """Z of one interface value: it leaves to a tier in step `out` of the first pass and is back in step `back`."""
-
-    name: str
-    out: int
-    back: int
-    column: Terms
-    tier: str
 
 
 def add_blocks(problem: Problem, builder: Builder, account: Account) -> tuple[Choices, ...]:
@@ -122,48 +111,3 @@ def _offload(
                     account.go_in_turn(step, -one_bytes, moved)
                 account.come_in_turn(step, rest_bytes, moved)
     return tuple(trips)
-
-
-def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Leaving, ...]:
-    """Add the interface values: held until their last use, or away between last forward and first backward use."""
-    result: list[Leaving] = []
-    for value in problem.values:
-        window = away_window(problem, value)
-        ways = []
-        for tier in problem.roaming_tiers if window is not None else ():
-            column = builder.column(f"Z[{value.name}{mark(tier.path)}]", integer=True)
-            if tier.name != HOST or not account.host_in_time:
-                account.keep(value.bytes, column, tier.name)
-            ways.append((tier.path, Leaving(value.name, *(window or (0, 0)), column, tier.name)))
-        if len(ways) > 1:
-            together = ((1.0, leaving.column) for _, leaving in ways)
-            builder.at_most_zero(f"one tier[{value.name}]", add(*together, (-1.0, {ONE: 1.0})))
-        for start in problem.each(0):
-            account.hold_over(range(start + value.made + 1, start + value.uses[-1] + 1), value.bytes, {ONE: 1.0})
-            account.go_in_turn(start + value.uses[-1], all_but_one(problem, value.bytes), {ONE: 1.0})
-            for path, leaving in ways:
-                _count_leaving(problem, value, start, leaving, path, account)
-        result += [leaving for _, leaving in ways]
-    return tuple(result)
-
-
-def _count_leaving(problem: Problem, value: Value, start: int, leaving: Leaving, path: Path, account: Account) -> None:
-    slots = problem.slots_at(start)
-    serial, moved_bytes = 1 / slots if leaving.out == value.made else 0.0, problem.share(start) * value.bytes
-    out, back = start + leaving.out, start + leaving.back
-    account.hold_over(range(out + 1, back), -value.bytes, leaving.column)
-    account.go_in_turn(out, all_but_one(problem, value.bytes), leaving.column)
-    account.come_in_turn(back, all_but_one(problem, value.bytes), leaving.column)
-    if path.tier == HOST and account.host_in_time:
-        account.stay(range(out, back + 1), value.bytes, leaving.column)
-    account.move(path.out, out, moved_bytes, leaving.column, copies=slots, serial=serial)
-    account.move(path.into, back, moved_bytes, leaving.column, copies=slots)
-
-
-def away_window(problem: Problem, value: Value) -> tuple[int, int] | None:
-    """Return the first pass's steps in which a value leaves and comes back, None if it would be away for no step."""
-    forwards = [value.made, *(u for u in value.uses if u < problem.n_blocks)]
-    backwards = [u for u in value.uses if u >= problem.n_blocks]
-    if not backwards or backwards[0] - forwards[-1] < 3:
-        return None
-    return forwards[-1], backwards[0] - 1

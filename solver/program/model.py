@@ -28,6 +28,7 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | Comp | choices | block runs with an option | {0, 1} | sum = 1 |
 | ActOut, ActIn | Choices.trips | what the option offloads | near F, near B | sum by Comp |
 | Z | leaving | interface value leaves between forwards and backwards | {0, 1} | |
+| Next | handed | part of its copies, or of its gradient's, away until the next step | [0, 1] | <= Z of a value |
 | Time | time | seconds of a step | s | >= each resource's seconds |
 | Level | level | everything on the device in a step | <= budget | Level[t] = Level[t - 1] + rise of step t |
 | | in turn | that at the first and last of several computes | <= budget | Level less what comes later, or has gone |
@@ -62,11 +63,12 @@ from ..problem import Problem
 from ..resources import HOST, Path, Resource
 from ..sharing import least_seconds
 from .account import Account
-from .blocks import Choices, Leaving, add_blocks, add_values
+from .blocks import Choices, add_blocks
 from .columns import GroupColumns, mark
 from .groups import add_group
 from .held import held_bytes, hold_in_turn
 from .streamed import streaming_solution
+from .values import Handed, Leaving, add_values
 
 Goal = Literal["time", "device", "host", "host within device"]
 _HOST_GOALS = ("host", "host within device")
@@ -98,6 +100,7 @@ class Program:
     groups: dict[str, GroupColumns]
     choices: tuple[Choices, ...]
     leaving: tuple[Leaving, ...]
+    handed: tuple[Handed, ...]
     memory: tuple[tuple[Terms, ...], ...]
     device_rows: tuple[tuple[int, Terms], ...]
     host: tuple[Terms, ...]
@@ -125,9 +128,9 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         account.ring = builder.column("Ring")
         account.keep(problem.ring_bytes, account.ring)
     choices = add_blocks(problem, builder, account)
-    leaving = add_values(problem, builder, account)
+    leaving, handed = add_values(problem, builder, account)
     groups = {g.name: add_group(problem, g, builder, account) for g in problem.groups}
-    start, user = _hold_the_rest(problem, choices, account)
+    start, user = _hold_the_rest(problem, choices, handed, account)
     unit_s = max(_unavoidable_s(problem), STREAMED_PART * streaming_solution(problem).objective_s) / SCALE or 1.0
     time: tuple[Terms, ...] = ()
     if goal == "time":
@@ -164,6 +167,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         groups=groups,
         choices=choices,
         leaving=leaving,
+        handed=handed,
         memory=memory,
         device_rows=device_rows,
         host=host,
@@ -192,7 +196,9 @@ def _busy(problem: Problem, account: Account) -> dict[Resource, Terms]:
     }
 
 
-def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Account) -> tuple[Terms, Terms]:
+def _hold_the_rest(
+    problem: Problem, choices: tuple[Choices, ...], handed: tuple[Handed, ...], account: Account
+) -> tuple[Terms, Terms]:
     """Count held bytes and the blocks' own peaks.
 
     Returns: the bytes beyond those of a pass's first step while the code before the first block runs, and the bytes
@@ -217,6 +223,9 @@ def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Acco
                 accumulate(start, -option.forward_peak_bytes, column)
             if i == n - 1:  # the user's code runs between this block's forward and its backward
                 accumulate(user, option.saved_bytes - option.backward_peak_bytes, column)
+    for one in handed:
+        if n in one.hand.returns:  # away from the last forward to the first backward
+            accumulate(user, -one.hand.bytes, one.part)
     return start, user
 
 

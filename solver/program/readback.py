@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from ..answer import RawAnswer
+from ..handed import Hand
 from ..linear import Flow, Terms, add, evaluate
 from ..resources import HOST
 from ..solution import ActivationFlow, Gap, GroupFlow, Solution
@@ -38,12 +39,22 @@ def read_solution(program: Program, answer: RawAnswer) -> Solution:
         activations=tuple(_activations(block, values) for block in program.choices),
         offloaded_values=frozenset(z.name for z in away),
         value_tiers={z.name: z.tier for z in away if z.tier != HOST},
+        handed=_handed(program, values),
         groups={name: read_group(columns, values) for name, columns in program.groups.items()},
         step_s=step_s,
         memory_bytes=tuple(round(max(evaluate(row, values) for row in rows)) for rows in program.memory),
         host_bytes=round(max(evaluate(row, values) for row in program.host)),
         busy_s={str(resource): evaluate(seconds, values) for resource, seconds in program.busy.items()},
     )
+
+
+def _handed(program: Program, values: tuple[float, ...]) -> dict[Hand, dict[str, float]]:
+    found: dict[Hand, dict[str, float]] = {}
+    for one in program.handed:
+        part = _fraction(one.part, values)
+        if part > 0:
+            found.setdefault(one.hand, {})[one.tier] = part
+    return found
 
 
 def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:

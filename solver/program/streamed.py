@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from ..handed import away_window, hands, most_away
 from ..problem import Block, Group, Problem
-from ..resources import Resource
+from ..resources import HOST, Resource
 from ..solution import ActivationFlow, Gap, GroupFlow, Solution, Status
-from .blocks import away_window
 from .spans import Span, Stay, around, span_of
 
 
@@ -35,6 +35,7 @@ def streaming_solution(problem: Problem) -> Solution:
         options=options,
         activations=tuple(_streamed_activations(problem, i, o) for i, o in enumerate(options)),
         offloaded_values=values,
+        handed={hand: {HOST: 1.0} for hand in hands(problem)},
         groups=groups,
         step_s=tuple(step_s),
     )
@@ -129,6 +130,11 @@ def _seconds(
             for made, used in zip(problem.each(value.made), problem.each(value.uses[-1])):
                 seconds[made] += rates.copy_s(value.bytes, Resource.OUT, slots)
                 seconds[used] += rates.copy_s(value.bytes, Resource.IN, slots)
+    for hand in hands(problem):
+        for step in () if hand.left else problem.each(hand.made):
+            seconds[step] += rates.copy_s(hand.bytes, Resource.OUT, most_away(problem))
+        for step in (again for returns in hand.returns for again in problem.each(returns)):
+            seconds[step] += rates.copy_s(hand.bytes, Resource.IN, most_away(problem))
     return seconds
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ..decisions import Decisions, StateStay, TensorGap, TensorPlan
+from ..handed import whole_numbers
 from ..problem import Group, Problem
 from ..solution import Gap, GroupFlow, Solution
 from .activations import whole_activations
@@ -59,7 +60,8 @@ def round_solution(problem: Problem, solution: Solution, *, host_is_full: bool =
         excess_s += (part - flow.cpu_part) * group.cpu_update_s
     plans = keep(problem, plans.values(), spare) if spread.in_pieces else plans
     tensors = tuple(plans[tensor.name] for group in problem.groups for tensor in group.tensors)
-    values = solution.offloaded_values, solution.value_tiers
+    handed = {hand: whole_numbers(problem, parts) for hand, parts in solution.handed.items()}
+    values = solution.offloaded_values, solution.value_tiers, handed
     return read_least(problem, Decisions(tensors, solution.options, activations, *values))
 
 

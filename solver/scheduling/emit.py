@@ -3,99 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import IntEnum
-from typing import NamedTuple
 
 from .. import items
 from ..compute_names import BACKWARD, FORWARD, GATE, START, USER, ComputeName
 from ..decisions import Decisions, TensorPlan, state_parts, stored_parts
 from ..effects import with_actions
-from ..items import Item
-from ..problem import RING_PIECES, Group, Problem, TensorSize
+from ..handed import away_slots, most_away
+from ..problem import RING_PIECES, Group, Problem, TensorSize, Value
 from ..resources import HOST
 from ..schedule import Action, Kind, Schedule
 from .computes import compute_specs, item_sizes, value_uses
-
-
-class _Order(IntEnum):
-    """The order of actions within a step."""
-
-    FIRST = 0  # the user's code and the gate run before any copy of their part
-    PREFETCH = 1
-    OFFLOAD_EARLIER = 2  # items that exist when the step starts go out while it computes
-    UPDATE_CPU = 3
-    COMPUTE = 4
-    UPDATE_DEVICE = 5
-    OFFLOAD_MADE = 6
-    FREE = 7
-
-
-_AT_THE_END = (_Order.UPDATE_DEVICE, _Order.OFFLOAD_MADE, _Order.FREE)
-
-
-class _Emitted(NamedTuple):
-    """One action with its sort key: step, micro-batch of it, place, urgency (0 first), and the order of emission."""
-
-    step: int
-    slot: int
-    place: _Order
-    urgency: int
-    order: int
-    action: Action
-
-
-class _Emitter:
-    """Collects entries; the only mutable object of this file."""
-
-    def __init__(self, problem: Problem, sizes: dict[Item, int]) -> None:
-        self.problem = problem
-        self.sizes = sizes
-        self.slots = range(problem.per_step)
-        self.entries: list[_Emitted] = []
-        self.homes: dict[Item, str] = {}
-
-    def add(self, step: int, place: _Order, kind: Kind, name: str, urgency: int = 0, slot: int | None = None) -> None:
-        """Add an action of one micro-batch of a step, or of all, beside the first compute or after the last one."""
-        if slot is None:
-            slot = self.slots[-1] if place in _AT_THE_END else 0
-        self.entries.append(_Emitted(step, slot, place, urgency, len(self.entries), Action(step, kind, name)))
-
-    def compute(self, step: int, place: _Order, name: ComputeName, slot: int, urgency: int = 0) -> None:
-        self.add(step, place, Kind.COMPUTE, str(name), urgency, slot)
-
-    def each(self, item: Item, step: int) -> list[tuple[Item, int | None]]:
-        """Return an item's items by micro-batch of a step; the item itself if it does not depend on the batch."""
-        if not item.kind.by_batch:
-            return [(item, None)] if item in self.sizes else []
-        slots = range(self.problem.slots_at(step))
-        return [(item.at(slot), slot) for slot in slots if item.at(slot) in self.sizes]
-
-    def offload(self, step: int, item: Item, made: int, tier: str = HOST) -> None:
-        """Send `item`, made in step `made`, to a tier in `step`, and release it at the step's end."""
-        self.homes |= {one: tier for one, _ in self.each(item, step)} if tier != HOST else {}
-        self.copy_out(step, item, made)
-        self.free(step, item)
-
-    def copy_out(self, step: int, item: Item, made: int) -> None:
-        for one, slot in self.each(item, step):
-            self.add(step, _leaves(step, made), Kind.OFFLOAD, one, slot=slot)
-
-    def prefetch(self, step: int, item: Item, needed: int) -> None:
-        """Bring `item` to the device in `step`; items that are needed sooner come first."""
-        urgency = (needed - step) % self.problem.n_steps
-        for one, slot in self.each(item, step):
-            # What its own step reads comes while that step computes for the micro-batch before.
-            early = slot - 1 if slot and needed == step else slot
-            self.add(step, _Order.PREFETCH, Kind.PREFETCH, one, urgency, early)
-
-    def free(self, step: int, item: Item, of: int | None = None) -> None:
-        """Release `item` at the end of a step; `of` is a step of the pass whose item it is, if another's."""
-        for one, slot in self.each(item, step if of is None else of):
-            self.add(step, _Order.FREE, Kind.FREE, one, slot=slot)
-
-
-def _leaves(step: int, made: int) -> _Order:
-    return _Order.OFFLOAD_MADE if step == made else _Order.OFFLOAD_EARLIER
+from .emitter import Emitted, Emitter, Order, leaves
 
 
 def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
@@ -109,7 +27,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
     Source: design of the schedule; OffMate, section 4 (the operations of a step).
     """
     sizes = item_sizes(problem, decisions)
-    emitter = _Emitter(problem, sizes)
+    emitter = Emitter(problem, sizes)
     _emit_computes(emitter)
     _emit_activations(emitter, decisions)
     plans = {plan.name: plan for plan in decisions.tensors}
@@ -140,21 +58,21 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
     return with_actions(schedule, parts)
 
 
-def _emit_computes(emitter: _Emitter) -> None:
+def _emit_computes(emitter: Emitter) -> None:
     problem = emitter.problem
     n = problem.n_blocks
     for slot in emitter.slots:
         for i, runs in enumerate(problem.runs):
             for forward, backward in runs:
                 if slot < problem.slots_at(forward):
-                    emitter.compute(forward, _Order.COMPUTE, ComputeName(FORWARD, i, slot), slot)
-                    emitter.compute(backward, _Order.COMPUTE, ComputeName(BACKWARD, i, slot), slot)
+                    emitter.compute(forward, Order.COMPUTE, ComputeName(FORWARD, i, slot), slot)
+                    emitter.compute(backward, Order.COMPUTE, ComputeName(BACKWARD, i, slot), slot)
         for start in problem.passes:
             if slot >= problem.slots_at(start):
                 continue
             # All batches come in first, when the device holds nothing of what they become.
-            emitter.compute(start, _Order.COMPUTE, ComputeName(START, slot=slot), 0, urgency=-1)
-            emitter.compute(start + n, _Order.FIRST, ComputeName(USER, slot=slot), 0)
+            emitter.compute(start, Order.COMPUTE, ComputeName(START, slot=slot), 0, urgency=-1)
+            emitter.compute(start + n, Order.FIRST, ComputeName(USER, slot=slot), 0)
     for before, start in zip((problem.passes[-1], *problem.passes), problem.passes):
         for shared in problem.shared:
             last = shared.last_step if start == problem.passes[-1] else min(shared.last_step, problem.pass_steps - 1)
@@ -162,10 +80,10 @@ def _emit_computes(emitter: _Emitter) -> None:
         for output in problem.outputs:
             emitter.free(start + n - 1, items.old_output(output.name), before)
     if problem.gate:
-        emitter.compute(problem.first_turn_around, _Order.FIRST, ComputeName(GATE), 0)
+        emitter.compute(problem.first_turn_around, Order.FIRST, ComputeName(GATE), 0)
 
 
-def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
+def _emit_activations(emitter: Emitter, decisions: Decisions) -> None:
     """Emit copies of offloaded values and of interface values, which are released after their last use."""
     problem = emitter.problem
     for start in problem.passes:
@@ -175,16 +93,31 @@ def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
                 emitter.offload(start + stay.out, items.offloaded(i), start + forward, stay.tier)
                 emitter.prefetch(start + stay.back, items.offloaded(i), start + backward)
         for value in problem.values:
-            item = items.value(value.name)
-            if value.name in decisions.offloaded_values:
-                last_forward, first_backward = value_uses(problem, value)
-                tier = decisions.value_tiers.get(value.name, HOST)
-                emitter.offload(start + last_forward, item, start + value.made, tier)
-                emitter.prefetch(start + first_backward - 1, item, start + first_backward)
-            emitter.free(start + value.uses[-1], item)
+            _emit_value(emitter, value, start, decisions)
 
 
-def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
+def _emit_value(emitter: Emitter, value: Value, start: int, decisions: Decisions) -> None:
+    """Emit the moves of a value, and those of its gradient, in the pass that begins in step `start`."""
+    problem, item = emitter.problem, items.value(value.name)
+    own = [(hand, away_slots(problem, numbers)) for hand, numbers in decisions.handed.items()
+           if hand.item.name == value.name]  # fmt: skip
+    for hand, tiers in own:
+        emitter.hand_on(start, hand, tiers)
+    if value.name in decisions.offloaded_values:
+        last_forward, first_backward = value_uses(problem, value)
+        tier = decisions.value_tiers.get(value.name, HOST)
+        emitter.offload(
+            start + last_forward,
+            item,
+            start + value.made,
+            tier,
+            there=[slot for hand, tiers in own if hand.goes_on for slot in tiers],
+        )
+        emitter.return_in_turn(start + first_backward, item)
+    emitter.free(start + value.uses[-1], item)
+
+
+def _emit_tensor(emitter: Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
     param = items.parameter(plan.name)
     if (plan.cpu or plan.has_copy) and plan.source != HOST:
         emitter.homes[param] = plan.source
@@ -206,7 +139,7 @@ def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: Tens
         _emit_device_update(emitter, group, tensor, plan)
 
 
-def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
+def _emit_host_update(emitter: Emitter, group: Group, plan: TensorPlan) -> None:
     problem = emitter.problem
     last = problem.last_gradient(group)
     emitter.free(problem.last_read(group), items.parameter(plan.name))
@@ -221,43 +154,43 @@ def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None
         assert plan.back is not None
         urgency = (plan.back - plan.cpu_update) % emitter.problem.n_steps
         kind = Kind.SPECULATE_CPU if problem.is_logged(group, plan.cpu_update) else Kind.UPDATE_CPU
-        emitter.add(plan.cpu_update, _Order.UPDATE_CPU, kind, plan.name, urgency)
+        emitter.add(plan.cpu_update, Order.UPDATE_CPU, kind, plan.name, urgency)
 
 
-def _emit_gradient(emitter: _Emitter, plan: TensorPlan, step: int, made: int) -> None:
+def _emit_gradient(emitter: Emitter, plan: TensorPlan, step: int, made: int) -> None:
     """Send a gradient out; with several micro-batches also add it up, before the next but one may follow it."""
     emitter.offload(step, items.gradient(plan.name), made)
     if emitter.problem.adds_up:
-        emitter.add(step, _leaves(step, made), Kind.ACCUMULATE_CPU, plan.name)
+        emitter.add(step, leaves(step, made), Kind.ACCUMULATE_CPU, plan.name)
 
 
-def _emit_sums(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
+def _emit_sums(emitter: Emitter, group: Group, plan: TensorPlan) -> None:
     """Add every micro-batch's gradient to the total as it is complete; between passes the total may be away."""
     problem, total, made = emitter.problem, items.total(plan.name), group.grad_steps[-1]
     for start in problem.passes:
         for slot in range(problem.slots_at(start)):
             first = start == problem.passes[0] and not slot
             kind = Kind.BEGIN_TOTAL if first else Kind.ACCUMULATE
-            emitter.add(start + made, _Order.UPDATE_DEVICE, kind, plan.name, slot=slot)
+            emitter.add(start + made, Order.UPDATE_DEVICE, kind, plan.name, slot=slot)
     if plan.lead_out is not None and plan.lead_back is not None:
         for start in problem.passes[:-1]:
             emitter.offload(start + plan.lead_out, total, start + made)
             emitter.prefetch(start + plan.lead_back, total, start + made + problem.pass_steps)
 
 
-def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
+def _emit_device_update(emitter: Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
     last, problem = plan.device_update, emitter.problem
     assert last is not None
     several = problem.adds_up
     for start in problem.passes if several and not problem.sums_on_device else ():
         kind = Kind.BEGIN_TOTAL if start == problem.passes[0] else Kind.ACCUMULATE
-        emitter.add(start + group.grad_steps[-1], _Order.UPDATE_DEVICE, kind, plan.name)
-    emitter.add(last, _Order.UPDATE_DEVICE, Kind.UPDATE_DEVICE, plan.name)
+        emitter.add(start + group.grad_steps[-1], Order.UPDATE_DEVICE, kind, plan.name)
+    emitter.add(last, Order.UPDATE_DEVICE, Kind.UPDATE_DEVICE, plan.name)
     whole = items.total(plan.name) if several else items.gradient(plan.name)
     if plan.grad_out is not None and plan.grad_back is not None:
         emitter.offload(plan.grad_out, whole, problem.last_gradient(group))
         emitter.prefetch(plan.grad_back, whole, last)
-    emitter.add(last, _Order.UPDATE_DEVICE, Kind.FREE, whole)
+    emitter.add(last, Order.UPDATE_DEVICE, Kind.FREE, whole)
     if plan.out is not None:
         emitter.copy_out(plan.out, items.parameter(plan.name), last)
     if plan.drop is not None:
@@ -268,7 +201,7 @@ def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, pla
             emitter.prefetch(part.stay.back, part.item, last)
 
 
-def _parts(problem: Problem, entries: list[_Emitted]) -> list[tuple[Action, ...]]:
+def _parts(problem: Problem, entries: list[Emitted]) -> list[tuple[Action, ...]]:
     """Split the actions into those of every forward and backward, and of the turn-around."""
     n, last = problem.n_blocks, problem.first_turn_around
     barrier = problem.n_steps if problem.update == "planned" else last + 1
@@ -311,12 +244,15 @@ def host_bytes(problem: Problem, decisions: Decisions) -> int:
     for block, o, stay in zip(problem.blocks, decisions.options, decisions.activations):
         total += block.options[o].offloaded_bytes if stay is None or stay.tier == HOST else 0
     used = {plan.source for plan in plans.values() if plan.has_copy} | tiers | set(decisions.value_tiers.values())
+    used |= {tier for numbers in decisions.handed.values() for tier in numbers}
     used |= {stay.tier for stay in decisions.activations if stay is not None}
     total += sum(tier.buffers_bytes for tier in problem.rates.tiers if tier.name in used)
     passing = [t.passing_bytes(plan.source != HOST) for _, t, plan in trained if plan.states_from is not None]
     total += RING_PIECES * max(passing, default=0)
     on_host = decisions.offloaded_values - decisions.value_tiers.keys()
     total += sum(v.bytes for v in problem.values if v.name in on_host)
+    for hand, numbers in decisions.handed.items():
+        total += 0 if hand.of_leaving else numbers.get(HOST, 0) * hand.bytes // most_away(problem)
     return total + problem.arrival_bytes
 
 

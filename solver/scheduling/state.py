@@ -11,6 +11,7 @@ from ..arrivals import N_BUFFERS
 from ..compute_names import parse
 from ..effects import Effect, effect
 from ..items import Item, ItemKind
+from ..returns import Returns
 from ..schedule import Action, Kind, Schedule, takes_on_host
 
 
@@ -65,6 +66,7 @@ class State:
 
     def __post_init__(self) -> None:
         schedule = self.schedule
+        self.returns = Returns(schedule.returns)
         self.walked = min(schedule.micro_batches, 4)
         self.sums = (self.walked - 1) * schedule.per_step + schedule.last_slots
         self.trained = items.names_of(schedule.item_bytes, ItemKind.GRADIENT)
@@ -195,8 +197,11 @@ class State:
             self.held |= {item} & neighbours.keys()
         elif action.kind in (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE):
             self.held.discard(items.gradient(action.name))
-        elif action.kind is Kind.PREFETCH and action.item.kind is not ItemKind.GRADIENT:
+        elif action.kind is Kind.PREFETCH and self._is_last_return(action.item):
             self.held.discard(action.item)
+
+    def _is_last_return(self, item: Item) -> bool:
+        return item.kind is not ItemKind.GRADIENT and self.returns.is_last(item)
 
     def _goes_on(self, item: Item) -> bool:
         """Return whether an item is a total to which later passes add."""
@@ -216,8 +221,8 @@ class State:
         if item.kind is ItemKind.TOTAL:
             lost = (item.name in self.owed or self._goes_on(item)) and item not in self.copies
             require(not lost, action, "the total is neither used by an update nor on the host")
-        by_computes = item.kind is ItemKind.VALUE_GRADIENT
-        require(not by_computes, action, "only computes release gradients of values")
+        lost = item.kind is ItemKind.VALUE_GRADIENT and item not in self.copies
+        require(not lost, action, "only computes release gradients of values that are nowhere else")
 
     def _begin_total(self, action: Action, does: Effect) -> None:
         self._check_sum(action, does, begun=False)
