@@ -33,14 +33,13 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
     fields = asdict(record)
     if isinstance(record, Problem):
         fields["rates"] = record.rates.to_dict()
-        if not record.host_in_time:
-            del fields["host_in_time"]
         if record.per_step == 1:
             del fields["per_step"]
-        if not record.last_per_step:
-            del fields["last_per_step"]
-        if not record.speculates:
-            del fields["speculates"]
+        for absent in ("host_in_time", "last_per_step", "speculates"):
+            if not fields[absent]:
+                del fields[absent]
+        if record.hands_on:
+            del fields["hands_on"]
         for option in (option for block in fields["blocks"] for option in block["options"]):
             if option["launched"] is None:
                 del option["launched"]
@@ -50,9 +49,12 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
                     del group[absent]
             if group["in_pieces_on_host"]:
                 del group["in_pieces_on_host"]
-    for flow in fields["groups"].values() if isinstance(record, Solution) else ():
-        if not flow["from_files"]:
-            del flow["from_files"]
+    else:
+        if not record.handed:
+            del fields["handed"]
+        for flow in fields["groups"].values():
+            if not flow["from_files"]:
+                del flow["from_files"]
     return {"format": name, "version": version} | _plain(fields)
 
 

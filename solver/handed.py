@@ -53,7 +53,7 @@ class Hand:
 
 def most_away(problem: Problem) -> int:
     """Return of how many micro-batches of a step what is handed on may be away at once."""
-    return max(0, problem.per_step - 2 * _FIRST)
+    return max(0, problem.per_step - 2 * _FIRST) if problem.hands_on else 0
 
 
 def hands(problem: Problem) -> tuple[Hand, ...]:

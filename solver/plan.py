@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from .algorithm_1 import algorithm_1, near_the_fractions
+from .handed import most_away
 from .problem import Problem
 from .program.streamed import streaming_solution
 from .refine import Candidate, Gain, Limits, Refinement, Search, candidate, refine
@@ -21,6 +22,7 @@ from .solve import fills_host, least_host_within_device, solve
 
 _WORTH_SHARING = 0.01  # of the host's budget; for less than that no second search is made
 _WORTH_FILES = 0.05  # of a step that the program must gain from parameters or values in files before they are tried
+_WORTH_HANDING_ON = 0.01  # the same, from values that leave between neighbouring steps
 _WORTH_HOST_UPDATES = 0.02  # the same, from updates on the host of states in files
 # Host budgets that are tried for whole tensors, in those that fractions need.
 _SHARES = (1.02, 1.05, 1.1, 1.3, 2.0)
@@ -63,8 +65,8 @@ def plan(
     schedule (see refinements.py), and the fastest is taken. Where the host's memory limits copies and updates together,
     the schedule that is planned without this limit is taken if it is faster under it. Where the host's memory is full,
     a second search lets what is there at different times share it. Trained parameters, activations and interface values
-    leave to files, and the host updates states in files, only where there is no plan without that, or a faster one with
-    it.
+    leave to files, the host updates states in files, and values leave between neighbouring steps, only where there is
+    no plan without that, or a faster one with it.
 
     Parameters
     ----------
@@ -77,6 +79,26 @@ def plan(
     Source: OffMate, section 4.2 and appendix B.
     """
     limits, ladder = Limits(time_limit_s, gap, backend), tuple(ladder)
+    found = _in_files(problem.without_handing_on, limits, ladder, report)
+    if most_away(problem) and _gains_from_handing_on(problem, found, limits):
+        other = _in_files(problem, limits, ladder, report)
+        found = other if found.schedule is None or _seconds(other) < _seconds(found) else found
+    return found
+
+
+def _gains_from_handing_on(problem: Problem, found: Planned, limits: Limits) -> bool:
+    """Return whether there is no plan yet, or a faster program where values leave between neighbouring steps."""
+    if found.schedule is None:
+        return True
+    best = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
+    now_s = min(_seconds(found), found.solution.objective_s)
+    return bool(best.options) and best.objective_s < (1 - _WORTH_HANDING_ON) * now_s
+
+
+def _in_files(
+    problem: Problem, limits: Limits, ladder: tuple[Refinement, ...], report: Callable[[Gain], None] | None
+) -> Planned:
+    """Plan, and let more leave to files where there is no plan without that, or a faster one with it."""
     states_only = problem.with_values_in_ram
     in_ram = states_only.with_host_updates_in_ram
     ways = [in_ram.with_parameters_in_ram]

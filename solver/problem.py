@@ -66,6 +66,7 @@ class Problem(InPasses):
     last_per_step: those of the last pass, if they are fewer; 0 if they are as many.
     speculates: whether updates on the host may start before the gate, as soon as their gradients are there, and keep a
         log of the old values that undoes them; their gradients stay on the host until the gate opens. Needs a gate.
+    hands_on: whether values and their gradients may be away between neighbouring steps (see handed.py).
     """
 
     blocks: tuple[Block, ...]
@@ -88,6 +89,7 @@ class Problem(InPasses):
     per_step: int = 1
     last_per_step: int = 0
     speculates: bool = False
+    hands_on: bool = True
 
     def __post_init__(self) -> None:
         check(self)
@@ -176,6 +178,11 @@ class Problem(InPasses):
         """The problem in which activations and interface values leave to no tier that is for states."""
         tiers = tuple(replace(tier, for_values=False) for tier in self.rates.tiers)
         return replace(self, rates=replace(self.rates, tiers=tiers))
+
+    @property
+    def without_handing_on(self) -> Problem:
+        """The problem in which what neighbouring steps hand on stays on the device."""
+        return replace(self, hands_on=False)
 
     @property
     def value_tiers(self) -> tuple[Tier, ...]:

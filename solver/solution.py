@@ -99,6 +99,14 @@ class ActivationFlow:
 
 
 @dataclass(frozen=True)
+class HandFlow:
+    """What neighbouring steps hand on: by tier, the part of the most copies that can be away in between."""
+
+    hand: Hand
+    tiers: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Solution:
     """The program's answer.
 
@@ -108,8 +116,7 @@ class Solution:
     activations: per block, the moves of the values that its option offloads.
     offloaded_values: names of the interface values that leave between their last forward and first backward use.
     value_tiers: by name, the tier that a value leaves to, if that is not the host.
-    handed: by what neighbouring steps hand on, and tier, the part of the most copies that can be away in between;
-        absent if none is.
+    handed: what neighbouring steps hand on and is away in between.
     step_s: predicted seconds per step, each counted once. `objective_s` is their sum, with the middle pass's steps
         counted M - 2 times (`Problem.times`).
     memory_bytes: device bytes per step as the program counts them.
@@ -132,5 +139,5 @@ class Solution:
     memory_bytes: tuple[int, ...] = ()
     host_bytes: int = 0
     value_tiers: dict[str, str] = field(default_factory=dict)
-    handed: dict[Hand, dict[str, float]] = field(default_factory=dict)
+    handed: tuple[HandFlow, ...] = ()
     busy_s: dict[str, float] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from ..answer import RawAnswer
 from ..handed import Hand
 from ..linear import Flow, Terms, add, evaluate
 from ..resources import HOST
-from ..solution import ActivationFlow, Gap, GroupFlow, Solution
+from ..solution import ActivationFlow, Gap, GroupFlow, HandFlow, Solution
 from .blocks import Choices
 from .columns import Away, GroupColumns, RoundTrip
 from .model import Program
@@ -48,13 +48,13 @@ def read_solution(program: Program, answer: RawAnswer) -> Solution:
     )
 
 
-def _handed(program: Program, values: tuple[float, ...]) -> dict[Hand, dict[str, float]]:
+def _handed(program: Program, values: tuple[float, ...]) -> tuple[HandFlow, ...]:
     found: dict[Hand, dict[str, float]] = {}
     for one in program.handed:
         part = _fraction(one.part, values)
         if part > 0:
             found.setdefault(one.hand, {})[one.tier] = part
-    return found
+    return tuple(HandFlow(hand, tiers) for hand, tiers in found.items())
 
 
 def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:

@@ -13,7 +13,7 @@ from typing import Any
 from ..handed import away_window, hands, most_away
 from ..problem import Block, Group, Problem
 from ..resources import HOST, Resource
-from ..solution import ActivationFlow, Gap, GroupFlow, Solution, Status
+from ..solution import ActivationFlow, Gap, GroupFlow, HandFlow, Solution, Status
 from .spans import Span, Stay, around, span_of
 
 
@@ -35,7 +35,7 @@ def streaming_solution(problem: Problem) -> Solution:
         options=options,
         activations=tuple(_streamed_activations(problem, i, o) for i, o in enumerate(options)),
         offloaded_values=values,
-        handed={hand: {HOST: 1.0} for hand in hands(problem)},
+        handed=tuple(HandFlow(hand, {HOST: 1.0}) for hand in hands(problem)),
         groups=groups,
         step_s=tuple(step_s),
     )

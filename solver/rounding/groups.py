@@ -60,7 +60,7 @@ def round_solution(problem: Problem, solution: Solution, *, host_is_full: bool =
         excess_s += (part - flow.cpu_part) * group.cpu_update_s
     plans = keep(problem, plans.values(), spare) if spread.in_pieces else plans
     tensors = tuple(plans[tensor.name] for group in problem.groups for tensor in group.tensors)
-    handed = {hand: whole_numbers(problem, parts) for hand, parts in solution.handed.items()}
+    handed = {flow.hand: whole_numbers(problem, flow.tiers) for flow in solution.handed}
     values = solution.offloaded_values, solution.value_tiers, handed
     return read_least(problem, Decisions(tensors, solution.options, activations, *values))
 

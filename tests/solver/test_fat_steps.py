@@ -215,7 +215,7 @@ def test_values_hold_no_more_than_the_program_counts(seed: int, slots: int, twel
     low, high = least_budget(problem).bytes, max(solve(problem).memory_bytes)
     problem = replace(problem, device_budget_bytes=low + max(0, high - low) * twelfths // 12)
     solution = solve(problem)
-    assume(all(not 0.001 < sum(parts.values()) < 0.999 for parts in solution.handed.values()))
+    assume(all(not 0.001 < sum(flow.tiers.values()) < 0.999 for flow in solution.handed))
     schedule = whole_schedule(problem, problem, solution)
     validate(schedule)
     for action, held_bytes in zip(schedule.actions, memory_highs(schedule)):
