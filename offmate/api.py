@@ -143,7 +143,7 @@ def plan(
         number.
     batch_size: plan for this many samples instead of the example's; "auto" picks the size with the highest predicted
         throughput (`Plan.batch_size`). Use it only if you may change the batch size. Together with
-        accumulation_steps="auto", the size is picked for one micro-batch per update, then their number for that size.
+        accumulation_steps="auto", size and number are picked in turn until neither brings more samples per second.
     The others: as in `compile`.
 
     Returns: the plan, to look at, save, or hand to `compile`. Raises: as `compile`, and InfeasibleBudget.

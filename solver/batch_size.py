@@ -10,7 +10,7 @@ from typing import Any
 from .problem import Block, Option, Problem
 from .solve import solve
 
-_WORTH = 1.005  # a larger batch must be faster by this factor, so that ties go to the smaller one
+WORTH = 1.005  # a larger batch must be faster by this factor, so that ties go to the smaller one
 _LARGEST = 4096
 
 
@@ -131,7 +131,7 @@ def best(trials: Iterable[BatchSizeTrial]) -> BatchSizeTrial:
     """Return the trial with the most samples per second; of practically equal ones the smallest."""
     found = None
     for trial in sorted(trials, key=lambda t: t.batch_size):
-        if found is None or trial.samples_per_s > _WORTH * found.samples_per_s:
+        if found is None or trial.samples_per_s > WORTH * found.samples_per_s:
             found = trial
     assert found is not None, "best of no trials"
     return found

@@ -140,14 +140,19 @@ def count(text: str, most: int = _MOST_COUNT) -> int:
     return int(text)
 
 
-def micro_batches(text: str) -> int | Literal["auto"]:
-    """Parse a number of micro-batches per update, or "auto"."""
+def count_or_auto(text: str, most: int = _MOST_COUNT) -> int | Literal["auto"]:
+    """Parse a whole number from 1 to `most`, or "auto"."""
     if text == "auto":
         return "auto"
     try:
-        return count(text, _MOST_MICRO_BATCHES)
+        return count(text, most)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, or auto") from None
+
+
+def micro_batches(text: str) -> int | Literal["auto"]:
+    """Parse a number of micro-batches per update, or "auto"."""
+    return count_or_auto(text, _MOST_MICRO_BATCHES)
 
 
 def positive(text: str) -> float:

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Help, add_machine, count, micro_batches, output_file, positive, size, sweep
+from .arguments import Help, add_machine, count, count_or_auto, micro_batches, output_file, positive, size, sweep
 from .drives import planned_storage
 from .training import Training, check_packages, parse_adapter
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..machines.hardware import Hardware
     from ..plans.plan import Plan
 
+_BATCH = 4
 _ORDERS = ("auto", "by-batch", "by-block")
 _DOES_NOT_FIT = 1
 _EXAMPLES = """examples:
@@ -52,7 +53,13 @@ def add_parser(verbs: Any) -> None:
         "--sweep", type=sweep, metavar="LOW:HIGH:STEP", help="plan for several budgets and show the curve"
     )
     add_machine(parser)
-    parser.add_argument("--batch", type=count, default=4, metavar="N", help="sequences per step (default: %(default)s)")
+    parser.add_argument(
+        "--batch",
+        type=count_or_auto,
+        default=_BATCH,
+        metavar="N|auto",
+        help="sequences per micro-batch; auto: as many as train most tokens/s (default: %(default)s)",
+    )
     parser.add_argument(
         "--seq-len", type=count, default=512, metavar="N", help="tokens per sequence (default: %(default)s)"
     )
@@ -148,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model,
         arguments.dtype,
         arguments.optimizer,
-        arguments.batch,
+        _BATCH if arguments.batch == "auto" else arguments.batch,
         arguments.seq_len,
         parse_adapter(arguments.lora),
         arguments.autocast,
@@ -200,11 +207,12 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--micro-batches-per-pass {per_pass} is {'by-batch' if per_pass == 1 else 'by-block'}, and --order is "
             f"{order}; leave --order out"
         )
-    if arguments.sweep and arguments.accumulation == "auto":
-        raise ArgumentValueError(
-            "--accumulation auto has another answer for each budget, so it cannot be planned with --sweep; name a "
-            "number, or one --gpu-budget"
-        )
+    for option in ("batch", "accumulation") if arguments.sweep else ():
+        if getattr(arguments, option) == "auto":
+            raise ArgumentValueError(
+                f"--{option} auto has another answer for each budget, so it cannot be planned with --sweep; name a "
+                "number, or one --gpu-budget"
+            )
     given = {
         "--max-grad-norm": arguments.max_grad_norm is not None,
         "--grad-scaler": arguments.grad_scaler,
@@ -231,6 +239,7 @@ def _plan(arguments: argparse.Namespace, training: Training, machine: Hardware) 
         plan, headline = _make(arguments, training, machine, budget_bytes)
     except InfeasibleBudget as error:
         if not arguments.quiet:
+            training = replace(training, batch=1) if arguments.batch == "auto" else training
             print_refusal(screen, error, training, arguments, machine, budget_bytes)
         return _DOES_NOT_FIT
     if arguments.json is not None:
@@ -255,6 +264,7 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
         model, batch = training.built()
     with autocast(training.autocast):
         optimizer, auto = training.optimizer_of(model), arguments.accumulation == "auto"
+        sized: dict[str, Any] = {"batch_size": "auto"} if arguments.batch == "auto" else {}
 
         def planned(config: offmate.Config, **chosen: Any) -> Plan:
             return offmate.plan(
@@ -266,7 +276,7 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
                 hardware=arguments.hardware,
                 storage=arguments.storage,
                 config=config,
-                **training.arguments() | chosen,
+                **training.arguments() | sized | chosen,
             )
 
         order = arguments.order.replace("-", " ")
@@ -275,10 +285,11 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
             micro_batches_per_pass=arguments.micro_batches_per_pass,
             speculate=training.speculate,
         )
-        if auto:
-            plan = planned(config, accumulation_steps="auto")
-            training = replace(training, accumulation=plan.accumulation_steps)
-        else:
+        if auto or sized:
+            plan = planned(config, **{"accumulation_steps": "auto"} if auto else {})
+            training = replace(training, accumulation=plan.accumulation_steps, batch=plan.batch_size or training.batch)
+            sized |= {"batch_size": plan.batch_size} if sized else {}
+        if not auto:
             plan, _ = in_faster_order(planned, config, training.accumulation)
         if training.speculate and not arguments.sweep:
             waits, _ = in_faster_order(planned, replace(config, speculate=False), training.accumulation)

@@ -17,6 +17,7 @@ from ..optim.updater import Updater
 from ..plans.plan import Plan
 from ..progress import Progress, planning_progress
 from ..runtime.current import entered
+from ..solver.batch_size import WORTH
 from .accumulation import of_update, planned_with_fewest
 from .batch_size import batch_size_of, fastest_batch_size, planned_within, resized
 from .before_gate import with_break_even
@@ -26,6 +27,7 @@ from .request import Prepared, Request
 from .subject import Subject
 
 _SIZING_S = 20.0  # time limit of the search for one batch size
+_MOST_TURNS = 4  # searches for a batch size that suits a number of micro-batches
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -79,14 +81,36 @@ class Sizing:
         if batch_size != "auto":
             return self._compared(replace(self._planned(batch_size), batch_size=batch_size))
         plan = planned_within(replace(self, fewest=False)._planned, batch_size_of(self.batch))
-        fastest = plan.batch_size
-        if plan.problem is not None and plan.batch_size is not None:
-            config = self.request.config
-            limit_s = min(config.solver_time_limit_s, _SIZING_S)
-            fastest = fastest_batch_size(plan.problem, plan.batch_size, limit_s, config.solver_gap, self.say)
-        if fastest is not None and (self.fewest or fastest != plan.batch_size):
+        fastest = self._fastest_size(plan)
+        if self.fewest or fastest != plan.batch_size:
             plan = planned_within(self._planned, fastest)
-        return self._compared(plan)
+        return self._compared(self._together(plan) if self.fewest else plan)
+
+    def _fastest_size(self, plan: Plan) -> int:
+        """Return the batch size with the most samples per second, in updates of as many micro-batches as a plan's."""
+        assert plan.problem is not None and plan.batch_size is not None
+        config = self.request.config
+        limit_s = min(config.solver_time_limit_s, _SIZING_S)
+        return fastest_batch_size(plan.problem, plan.batch_size, limit_s, config.solver_gap, self.say)
+
+    def _together(self, plan: Plan) -> Plan:
+        """Improve a batch size and a number of micro-batches in turn, until neither brings more samples per second.
+
+        Parameters
+        ----------
+        plan: with the number that is best for its batch size.
+        """
+        seen = {plan.batch_size}
+        for _ in range(_MOST_TURNS):
+            size = self._fastest_size(plan)
+            if size in seen:
+                break
+            other = planned_within(self._planned, size)
+            seen |= {size, other.batch_size}
+            if other.samples_per_s <= WORTH * plan.samples_per_s:
+                break
+            plan = other
+        return plan
 
     def _compared(self, plan: Plan) -> Plan:
         """Return the plan with its comparison to updates before the gate, if the request asks for both."""

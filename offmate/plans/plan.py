@@ -110,6 +110,12 @@ class Plan:
         return self.simulation.step_s
 
     @property
+    def samples_per_s(self) -> float:
+        """Predicted samples per second; 0 if the size of the batch is not known."""
+        samples = (self.batch_size or 0) * self.accumulation_steps
+        return samples / self.predicted_step_s if self.predicted_step_s else 0.0
+
+    @property
     def endless_s(self) -> float:
         """Seconds of one iteration on the same device with unlimited memory: nothing moves, nothing is recomputed."""
         return self.problem.endless_s if self.problem is not None else self.predicted_step_s
@@ -298,9 +304,7 @@ class Plan:
         if any(self.stored_bytes):
             lines += [self.stored_words, *self.path_words]
         if self.batch_size is not None:
-            samples = self.batch_size * self.accumulation_steps
-            rate = samples / self.predicted_step_s if self.predicted_step_s else 0.0
-            lines.append(f"batch size {self.batch_size}: {rate:.3g} samples/s predicted")
+            lines.append(f"batch size {self.batch_size}: {self.samples_per_s:.3g} samples/s predicted")
         if self.order_words:
             lines.append(self.order_words)
         if self.accumulation:

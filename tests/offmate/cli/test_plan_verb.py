@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 
@@ -383,6 +384,27 @@ def test_micro_batches_are_chosen_and_those_that_were_tried_are_shown(monkeypatc
     assert "1 % of tokens/s" in " ".join(said.split()) or "are the most" in " ".join(said.split())
     assert run(monkeypatch, cache, "tiny-llama", "--sweep", "8MiB:12MiB:4MiB", "--accumulation", "auto") == 2
     assert "another answer for each budget" in capsys.readouterr().err
+    assert run(monkeypatch, cache, "tiny-llama", "--sweep", "8MiB:12MiB:4MiB", "--batch", "auto") == 2
+    assert "--batch auto has another answer for each budget" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("more", [[], ["--accumulation", "2"], ["--accumulation", "auto"]])
+def test_the_size_of_a_micro_batch_is_chosen(monkeypatch, cache, tmp_path, capsys, more):
+    target = tmp_path / "plan.json"
+    options = ["--gpu-budget", "12MiB", "--seq-len", "64", "--batch", "auto", *more, "--json", str(target)]
+    assert run(monkeypatch, cache, "tiny-llama", *options) == 0
+    plan, said = load_plan(target), " ".join(capsys.readouterr().out.split())
+    sequences = int(re.search(r"(\d+) × 64 tokens", said).group(1))
+    assert sequences != 4 and plan.about.tokens == plan.accumulation_steps * sequences * 64
+    assert plan.accumulation_steps == 2 or "2" not in more
+    assert run(monkeypatch, cache, "tiny-llama", "--batch", "auto", "--gpu-budget", "100KiB", "--ram", "1MiB") == 1
+    assert "1 × 512 tokens" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_batch_is_a_number_or_auto(monkeypatch, cache, capsys):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, cache, "tiny-llama", "--batch", "many")
+    assert "or auto" in capsys.readouterr().err
 
 
 def test_parameters_may_lie_on_drives_as_offmate_plan_has_it(monkeypatch, cache, tmp_path, capsys):

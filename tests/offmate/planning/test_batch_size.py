@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import offmate
+from offmate.planning import sizing
 from offmate.planning.batch_size import resized
 
-from ..loops import adamw, batch, tiny
+from ..loops import Tiny, adamw, batch, tiny
 
 SETTINGS = {"device": "emulated", "cpu_budget": 1 << 30, "config": offmate.Config(cache_dir=None)}
 
@@ -65,3 +66,30 @@ def test_a_smaller_batch_where_the_example_does_not_fit():
 def test_sizes_that_make_no_sense(size):
     with pytest.raises(offmate.OffmateError, match=r"batch_size is .*whole number above 0"):
         plan("1GiB", batch_size=size)
+
+
+def wide_plan(**more):
+    """A model whose parameters are most of what the GPU holds, so that an update costs much once."""
+    with torch.device("meta"):
+        model, example = Tiny(3, 1024), {"x": torch.empty(64, 16), "y": torch.empty(64, dtype=torch.long)}
+    settings = {**SETTINGS, "hardware": "rtx3060", "batch_size": "auto", **more}
+    return offmate.plan(model, "16MiB", example_inputs=example, optimizer=adamw(model), **settings)
+
+
+@pytest.mark.parametrize("halved", [False, True])
+def test_size_and_number_of_micro_batches_are_chosen_together(monkeypatch, halved):
+    """For the number that suits a size, the size is chosen again; a size that brings no more samples is not taken."""
+    tried, real = [], sizing.fastest_batch_size
+
+    def noted(problem, batch_size, *rest):
+        size = real(problem, batch_size, *rest)
+        tried.append((problem.per_update, size))
+        return size // 2 if problem.per_update > 1 and halved else size  # which cannot be better
+
+    monkeypatch.setattr(sizing, "fastest_batch_size", noted)
+    alone = wide_plan()
+    assert tried.pop() == (1, alone.batch_size) and not tried
+    found = wide_plan(accumulation_steps="auto")
+    assert tried == [(1, alone.batch_size), (found.accumulation_steps, found.batch_size)]
+    assert found.accumulation_steps > 1 and found.samples_per_s > alone.samples_per_s
+    assert {trial.micro_batches for trial in found.accumulation} >= {1, found.accumulation_steps}
