@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+import offmate
+
 Batch = dict[str, torch.Tensor]
 TOKENS = 96  # no multiple of what kernels of attention work on at once
 
@@ -28,6 +30,12 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     planned: bool = True
     autocast: bool = False
+
+    @property
+    def by_block(self) -> bool:
+        """Whether all micro-batches of an update run block by block."""
+        config = self.settings.get("config")
+        return config is not None and config.accumulation_order == "by block"
 
     @property
     def host_looks_at_gradients(self) -> bool:
@@ -108,6 +116,17 @@ class Wide(torch.nn.Module):
         return rows.square().mean()
 
 
+class Narrow(Wide):
+    """Small layers of many rows: what they hand on is most of what the device holds."""
+
+    def __init__(self) -> None:
+        super().__init__(128, 4)
+        self.first = torch.nn.Linear(2, 128)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.first(rows))
+
+
 def rows() -> Batch:
     return {"rows": torch.randn(8, 1536, generator=torch.Generator().manual_seed(0))}
 
@@ -118,6 +137,15 @@ def wide() -> torch.nn.Module:
 
 
 WIDE = Case(wide, rows)
+
+
+def many_rows() -> Batch:
+    return {"rows": torch.randn(1 << 15, 2, generator=torch.Generator().manual_seed(0))}
+
+
+def narrow() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return Narrow()
 
 
 def convolutions(layout: torch.memory_format = torch.contiguous_format) -> torch.nn.Module:
@@ -133,6 +161,9 @@ CASES = {
     "llama without optimizer": Case(llama, words, planned=False),
     "gpt2 with dropout": Case(gpt2, words),
     "gemma2 in bfloat16": Case(gemma, words),
+    "twenty micro-batches, block by block": Case(
+        narrow, many_rows, {"accumulation_steps": 20, "config": offmate.Config(accumulation_order="by block")}
+    ),
     "convolutions": Case(convolutions, pictures),
     "convolutions, channels last": Case(lambda: convolutions(torch.channels_last), pictures),
 }

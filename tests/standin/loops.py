@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,9 +31,10 @@ class Loop:
     def step(self) -> Counts:
         """Train one step; what the card was asked for meanwhile."""
         before = counts(self.index)
-        for _ in range(self.case.settings.get("accumulation_steps", 1)):
+        batches = [self.case.batch() for _ in range(self.case.settings.get("accumulation_steps", 1))]
+        for batch in self.model.offmate.batches(batches) if self.case.by_block else batches:
             with self.case.casting():
-                found = self.model(**self.case.batch())
+                found = self.model(**batch)
             (found if isinstance(found, torch.Tensor) else found.loss).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -60,8 +61,8 @@ def training(
         "optimizer": optimizer if case.planned else None,
         "device": device,
         "cpu_budget": HOST_BYTES,
-        "config": offmate.Config(cache_dir=cache_dir),
         **case.settings,
+        "config": replace(case.settings.get("config", offmate.Config()), cache_dir=cache_dir),
         **settings,
     }
     if budget is None:
