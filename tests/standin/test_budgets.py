@@ -10,7 +10,7 @@ import torch
 from .cases import CASES
 from .loops import training
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 N_STEPS = 8
 STEADY = 5  # steps after which nothing is new
 
