@@ -1,6 +1,7 @@
-"""200 random problems: for each the hashes of its linear model and of its schedule, as they were and as they are.
+"""Random problems: for each the hashes of its linear models and of its schedule, as they were and as they are.
 
-Seeds whose search ends at another of several best points on another processor are not among them.
+Seeds whose search ends at another of several best points on another processor are not among them. Of problems whose
+steps run for several micro-batches there are the linear models alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from offmate.solver import files
+from offmate.solver.fat_steps import for_all, in_passes
 from offmate.solver.linear import LinearModel
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem
@@ -23,7 +25,8 @@ from offmate.solver.text import to_dict, to_text
 
 from ..solver.random_problems import gated, in_rows, random_problem
 
-PROBLEMS = 200
+PROBLEMS = 240
+_FAT = 10_000  # seeds from here on are of steps for several micro-batches
 _ROOM = (0.0, 0.2, 0.5, 1.5)  # of the device's least budget, on top of it
 
 
@@ -42,20 +45,32 @@ def problem_of(seed: int) -> Problem:
         problem = in_rows(problem)
     if not external and rng.random() < 0.5:
         problem = gated(problem, rng, rng.choice([1, 1, 2, 3, 4]))
+    if seed >= _FAT:
+        problem = _fat(problem, rng)
     least = least_budget(problem).bytes
     return replace(problem, device_budget_bytes=int(least * (1 + rng.choice(_ROOM))))
+
+
+def _fat(problem: Problem, rng: random.Random) -> Problem:
+    """The problem whose steps run for 2 to 12 micro-batches: all of an update's, or, behind a gate, some of them."""
+    slots = rng.choice([2, 3, 5, 8, 12])
+    if not problem.gate or problem.micro_batches == 1:
+        return for_all(replace(problem, micro_batches=1), slots)
+    return in_passes(replace(problem, micro_batches=1), slots * problem.micro_batches - 1, slots)
 
 
 def hashes_of(seed: int) -> dict[str, str]:
     """Hashes of a problem, its three linear models, and the schedule that planning finds for it."""
     problem = problem_of(seed)
-    found = plan(problem)
     goals = ("time", "device", "host")
-    return {
+    found = {
         "problem": _hash(json.dumps(_plain(problem), sort_keys=True)),
         **{goal: _hash(_lines(state_program(problem, goal).model)) for goal in goals},  # type: ignore[arg-type]
-        "schedule": schedule_hash(found.schedule) if found.schedule else found.solution.status.name,
     }
+    if seed >= _FAT:
+        return found
+    planned = plan(problem)
+    return found | {"schedule": schedule_hash(planned.schedule) if planned.schedule else planned.solution.status.name}
 
 
 def _plain(problem: Problem) -> dict[str, Any]:

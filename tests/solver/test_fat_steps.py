@@ -196,6 +196,19 @@ def test_of_a_few_micro_batches_fewer_are_away(slots: int) -> None:
     assert not handed.hands(handing(6, 4, 1000, 1000))
 
 
+@given(st.integers(5, 70), st.floats(0, 1), st.floats(0, 1))
+def test_whole_copies_are_spread_over_the_micro_batches(slots: int, first: float, second: float) -> None:
+    """As many as the parts of two tiers say together, at least; never the first two or the last two."""
+    problem, total = handing(3, slots, 1000, 0), first + second
+    parts = {"host": first / max(1, total), "files": second / max(1, total)}
+    numbers = handed.whole_numbers(problem, parts)
+    away = handed.away_slots(problem, numbers)
+    exactly = (slots - 4) * sum(parts.values())
+    assert exactly - 1e-4 <= len(away) < exactly + 1
+    assert all(2 <= slot <= slots - 3 for slot in away)
+    assert Counter(away.values()) == numbers
+
+
 def test_a_value_that_leaves_between_forwards_leaves_once() -> None:
     """The copy that the next forward has read is the one that the backward reads."""
     problem = handing(6, 12, 1000, 0)
