@@ -3,6 +3,9 @@
 Everything that an update costs once is shared by its micro-batches, so more of them train more tokens per second until
 computing is all that takes time. The seconds of an update grow ever more steeply with their number. So a few numbers
 are solved, and between them these seconds lie below the line through two neighbours, and above the lines beyond them.
+
+One micro-batch is apart: it may need no gate where two of them do, and then two are slower than twice one. So the search
+looks at two and more, and compares the best of these with one at the end.
 """
 
 from __future__ import annotations
@@ -111,15 +114,18 @@ def try_micro_batches(
 def fewest(trials: Iterable[AccumulationTrial]) -> AccumulationTrial:
     """Return the trial with the least micro-batches after which one more adds less than 1 % of tokens per second.
 
-    Between numbers that were tried, the seconds of an update are those on the line through them. The number that is
+    One micro-batch is taken if that many train less than 1 % more tokens per second. Between numbers that were tried, the seconds of an update are those on the line through them. The number that is
     returned was tried, and is the next larger one if the least was not. If nothing fits, it is the first trial.
     """
     found = tuple(trials)
     seconds = _fastest(found)
     if not seconds:
         return found[0]
-    least = _least(seconds)
-    taken = min((count for count in seconds if count >= least), default=max(seconds))
+    several = _several(seconds)
+    least = _least(several)
+    taken = min((count for count in several if count >= least), default=max(several))
+    if 1 in seconds and taken / seconds[taken] < WORTH / seconds[1]:
+        taken = 1
     return max((one for one in found if one.micro_batches == taken), key=lambda one: one.rate)
 
 
@@ -130,6 +136,11 @@ def _fastest(trials: Iterable[AccumulationTrial]) -> dict[int, float]:
         if one.update_s is not None:
             found[one.micro_batches] = min(one.update_s, found.get(one.micro_batches, inf))
     return found
+
+
+def _several(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Return the seconds of more than one micro-batch; all, if there are no such."""
+    return {count: s for count, s in seconds.items() if count > 1} or dict(seconds)
 
 
 def _least(seconds: Mapping[int, float]) -> int:
@@ -219,7 +230,7 @@ class _Search:
             return False
         if WORTH * count * self._alone_s >= seconds[count]:
             return True
-        before = max((n for n in seconds if n < count), default=None)
+        before = max((n for n in seconds if 1 < n < count), default=None)
         if before is None:
             return False
         # The seconds grow ever more steeply: what the last ones have added on average is the most that one more adds.
@@ -232,7 +243,7 @@ class _Search:
 
     def unknown(self) -> int | None:
         """Return the number at which a solve says most about the least one; None if enough is known."""
-        seconds = self._seconds
+        seconds = _several(self._seconds)
         counts = list(seconds)
         if len(counts) < 2:
             return None

@@ -16,15 +16,21 @@ _LARGEST = 4096
 
 @dataclass(frozen=True)
 class BatchSizeTrial:
-    """A batch size and the predicted seconds of an iteration with it; infinite if it does not fit."""
+    """A batch size and the predicted seconds of an iteration with it; infinite if it does not fit.
+
+    Parameters
+    ----------
+    batch_size: samples of a micro-batch. micro_batches: of an iteration.
+    """
 
     batch_size: int
     step_s: float
+    micro_batches: int = 1
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of one micro-batch per second of an iteration."""
-        return self.batch_size / self.step_s if self.step_s > 0 else 0.0
+        """Samples per second."""
+        return self.batch_size * self.micro_batches / self.step_s if self.step_s > 0 else 0.0
 
 
 def scaled(problem: Problem, factor: float) -> Problem:
@@ -99,7 +105,7 @@ def try_batch_sizes(
 
     def attempt(size: int) -> BatchSizeTrial:
         found = solve(scaled(problem, size / batch_size), time_limit_s=time_limit_s, gap=gap, backend=backend)
-        return BatchSizeTrial(size, found.objective_s)
+        return BatchSizeTrial(size, found.objective_s, problem.per_update)
 
     yield from _climb(attempt, batch_size)
 

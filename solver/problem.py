@@ -267,7 +267,8 @@ class Problem(InPasses):
     @property
     def endless_s(self) -> float:
         """Seconds of an iteration with unlimited device memory: the fastest options, all updates on the device."""
-        return self.all_computes_s + sum(group.device_update_s + group.norm_s for group in self.groups)
+        sums = self.per_update - 1 if self.adds_up else 0  # of a single pass, they are among the seconds of norms
+        return self.all_computes_s + sum(g.device_update_s + g.norm_s + sums * g.device_add_s for g in self.groups)
 
     @property
     def all_computes_s(self) -> float:

@@ -293,7 +293,8 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
             plan, _ = in_faster_order(planned, config, training.accumulation)
         if training.speculate and not arguments.sweep:
             waits, _ = in_faster_order(planned, replace(config, speculate=False), training.accumulation)
-            plan = replace(plan, break_even=break_even(waits.schedule, plan.schedule))
+            compared = break_even(waits.schedule, plan.schedule)
+            plan = replace(plan if compared.share else waits, break_even=compared)
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""
     slow = machine.rate_words(training.matrix_dtype)

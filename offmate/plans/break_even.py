@@ -59,7 +59,7 @@ class BreakEven:
             f"if updates wait for the gate, a step takes {format_seconds(self.gated_s)}; if the CPU updates before it, "
             f"{format_seconds(self.kept_s)} where gradients stay as they are and {format_seconds(self.missed_s)} where "
             f"they are clipped or skipped, with {format_bytes(self.log_bytes)} of old values in RAM: that is faster "
-            f"if fewer than {100 * self.share:.0f} % of steps are"
+            f"if fewer than {100 * self.share:.0f} % of steps are clipped or skipped"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,13 +68,15 @@ class BreakEven:
 
 
 def break_even(gated: Schedule, early: Schedule) -> BreakEven:
-    """Compare a schedule whose updates wait for the gate with one that has updates before it."""
-    kept_s = simulate(early).step_s
+    """Compare a schedule whose updates wait for the gate with one that may have updates before it."""
     names = [action.name for action in early.actions if action.kind is Kind.SPECULATE_CPU]
+    if not names:
+        return alone(gated)
+    kept_s = simulate(early).step_s
     return BreakEven(
         gated_s=simulate(gated).step_s,
         kept_s=kept_s,
-        missed_s=max(kept_s, simulate(missed(early)).step_s) if names else kept_s,
+        missed_s=max(kept_s, simulate(missed(early)).step_s),
         switch_s=max(_reload_s(gated), _reload_s(early)),
         log_bytes=sum(early.item_bytes[items.log(name)] for name in names),
     )

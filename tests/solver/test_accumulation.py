@@ -53,6 +53,16 @@ def test_a_curve_that_bends_slowly_ends_where_one_more_adds_less_than_a_percent(
     assert len(made) <= 12
 
 
+def test_a_gate_that_comes_with_the_second_micro_batch_does_not_end_the_search(monkeypatch):
+    """Two take more than twice as long as one, since they wait for the gate; many share what it costs."""
+    found, made, _ = _search(monkeypatch, lambda count, per_pass: 13.0 if count == 1 else 10.0 + 10.0 * count)
+    # n / (1 + n) grows by less than 1 % from 10 on, and there 10 / 110 is more than 1.01 / 13.
+    assert found.micro_batches in (10, 11)
+    assert len(made) <= 10
+    found, *_ = _search(monkeypatch, lambda count, per_pass: 11.0 if count == 1 else 10.0 + 10.0 * count)
+    assert found.micro_batches == 1, "no number trains 1 % more than one alone"
+
+
 def test_the_limit_and_the_memory_end_the_search(monkeypatch):
     found, made, _ = _search(monkeypatch, lambda count, per_pass: 1e6, most=24)
     assert found.micro_batches == 24 == max(count for count, _ in made)

@@ -485,7 +485,7 @@ AUTO = replace(CONFIG, speculate="auto")
     [
         ("by batch", 1, 1_600_000, 2_100_000),
         ("by batch", 3, 2_000_000, 2_300_000),
-        ("by block", 3, 1_800_000, 2_100_000),
+        ("by block", 3, 1_700_000, 2_200_000),
     ],
 )
 def test_a_drive_that_has_filled_up_lets_updates_wait(

@@ -146,7 +146,7 @@ def host_bytes_held(model: Any) -> int:
     session = model._offmate_session
     executor = session.training.executor
     handlers = executor._by_kind
-    homes = [home for kind in (handlers._values, handlers._offloaded) for home in kind._homes._of.values()]
+    homes = [home for kind in handlers._activations for home in kind._homes._of.values()]
     tensors = [*session.truth.host.grads.values(), *(tensor for home in homes for tensor in home.values())]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
