@@ -4,8 +4,8 @@ Everything that an update costs once is shared by its micro-batches, so more of 
 computing is all that takes time. The seconds of an update grow ever more steeply with their number. So a few numbers
 are solved, and between them these seconds lie below the line through two neighbours, and above the lines beyond them.
 
-One micro-batch is apart: it may need no gate where two of them do, and then two are slower than twice one. So the search
-looks at two and more, and compares the best of these with one at the end.
+One micro-batch is apart: it may need no gate where two of them do, and then two are slower than twice one. So the
+search looks at two and more, and compares the best of these with one at the end.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ def try_micro_batches(
 def fewest(trials: Iterable[AccumulationTrial]) -> AccumulationTrial:
     """Return the trial with the least micro-batches after which one more adds less than 1 % of tokens per second.
 
-    One micro-batch is taken if that many train less than 1 % more tokens per second. Between numbers that were tried, the seconds of an update are those on the line through them. The number that is
-    returned was tried, and is the next larger one if the least was not. If nothing fits, it is the first trial.
+    One micro-batch is taken if that many train less than 1 % more tokens per second. Between numbers that were tried,
+    the seconds of an update are those on the line through them. The number that is returned was tried, and is the next
+    larger one if the least was not. If nothing fits, it is the first trial.
     """
     found = tuple(trials)
     seconds = _fastest(found)

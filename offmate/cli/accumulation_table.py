@@ -14,6 +14,8 @@ from ..solver.accumulation import AccumulationTrial
 from .screen import NARROW
 
 _BESIDE_BAR = 63  # screen columns beside the bar
+_FULL_NAMES = 48  # below this width, in columns, orders have short names
+_WITH_ALONE = 60  # below this width, in columns, there is no room for what one resource alone would allow
 
 
 def accumulation_table(plan: Plan, width: int) -> Table:
@@ -26,16 +28,10 @@ def accumulation_table(plan: Plan, width: int) -> Table:
     """
     tokens = plan.about.tokens
     each = tokens / plan.accumulation_steps if tokens else 1.0
-    unit = "tokens/s" if tokens else "micro-\nbatches/s"
+    unit = "tokens/s" if tokens else "per\nsecond"
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for heading in (
-        "micro-\nbatches",
-        "order",
-        "one update",
-        unit.replace("-", "-\n"),
-        "compute\nalone",
-        "bytes\nalone",
-    ):
+    alone = ("compute\nalone", "bytes\nalone") if width >= _WITH_ALONE else ()
+    for heading in ("micro-\nbatches", "order", "one update", unit, *alone):
         table.add_column(heading, justify="left" if heading == "order" else "right", no_wrap=True)
     wide = width >= NARROW
     if wide:
@@ -45,8 +41,10 @@ def accumulation_table(plan: Plan, width: int) -> Table:
     most = max((one.rate for one in shown), default=0.0)
     for one in shown:
         chosen = (one.micro_batches, one.micro_batches_per_pass) == own
-        table.add_row(*_cells(one, each, width - _BESIDE_BAR if wide else 0, most), style="bold" if chosen else "")
-    table.caption = "\n".join(_caption(plan, shown))
+        cells = _cells(one, each, width - _BESIDE_BAR if wide else 0, most)
+        cells[1] = cells[1] if width >= _FULL_NAMES else cells[1].removeprefix("by ").replace(" per ", "/")
+        table.add_row(*(cells if alone else cells[:4]), style="bold" if chosen else "")
+    table.caption = "\n".join(_caption(plan, shown, alone=bool(alone)))
     table.caption_justify = "left"
     return table
 
@@ -64,11 +62,12 @@ def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
-def _caption(plan: Plan, shown: Sequence[AccumulationTrial]) -> list[str]:
+def _caption(plan: Plan, shown: Sequence[AccumulationTrial], *, alone: bool) -> list[str]:
     words = chosen_words(shown, plan.accumulation_steps)
     lines = [f"{words[:1].upper()}{words[1:]}. Seconds are those of fractions of tensors."]
     busiest = dict.fromkeys(path_name(one.moved_on) for one in shown if one.fits)
-    lines.append(f"Alone: the rate if only computes, or only the bytes on {' or '.join(busiest)}, took time.")
+    if alone:
+        lines.append(f"Alone: the rate if only computes, or only the bytes on {' or '.join(busiest)}, took time.")
     if len({one.order for one in shown if one.micro_batches > 1}) == 1:
-        lines.append("Only one order was tried; --order names one, and says why where it cannot run.")
+        lines.append("Only one order was tried: the one that was named, or the one that can run.")
     return lines

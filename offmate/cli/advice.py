@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _RANK = "16"
 _MASTER = "-master"
 _DRIVE = "7GB/s,5GB/s"  # reads and writes of a usual NVMe drive
+_BY_BATCH = "--order by-batch"
 _SHORTEST = 64  # tokens; a shorter sequence is no advice
 
 
@@ -57,8 +58,14 @@ def print_refusal(
     except InfeasibleBudget:
         screen.print(_refused(with_options(str(error))))
         return
-    screen.print(_refused(_lack(asked, error, machine)))
+    together = _runs_together(arguments)
+    screen.print(_refused(with_options(str(error)) if together else _lack(asked, error, machine)))
     screen.print(f"{training.model}: {training.words()}, on {machine.name}\n", markup=False)
+    if together and asked.fits:
+        least_ram = asked.least_host_bytes
+        said = "" if least_ram is None else f"about {format_least_bytes(least_ram)} of RAM at least: "
+        screen.print(pairs([("micro-batches one after the other", f"{said}{_BY_BATCH}{_instead_of(arguments)}")]))
+        return
     least = asked.least_device_bytes or error.least_budget_bytes
     if asked.least_host_bytes is None and least is not None and least <= machine.device_memory_bytes:
         return  # the card has more than was asked for
@@ -70,12 +77,26 @@ def print_refusal(
         needed = way.outlook.least_host_bytes
         ram = "" if needed is None else f"{format_least_bytes(needed)} of RAM"
         if way.outlook.fits and needed is not None:
-            fitting.append((way.name, f"about {ram} at least: {way.options}"))
+            order = f" {_BY_BATCH}{_instead_of(arguments)}" if together else ""
+            fitting.append((way.name, f"about {ram} at least: {way.options}{order}"))
         else:
             others.append(f"{way.name} ({f'needs about {ram}' if ram else 'needs more GPU memory'})")
     screen.print(pairs(fitting) if fitting else "None of them fits either.")
     if others and fitting:
         screen.print(f"Not enough: {', '.join(others)}.", markup=False)
+
+
+def _runs_together(arguments: argparse.Namespace) -> bool:
+    """Return whether micro-batches are to run together, which the outlooks of other ways do not look at."""
+    per_pass = getattr(arguments, "micro_batches_per_pass", None)
+    return getattr(arguments, "accumulation", 1) != 1 and (
+        getattr(arguments, "order", None) == "by-block" or (per_pass or 1) > 1
+    )
+
+
+def _instead_of(arguments: argparse.Namespace) -> str:
+    per_pass = arguments.micro_batches_per_pass
+    return "" if per_pass is None else f", without --micro-batches-per-pass {per_pass}"
 
 
 def _refused(words: str) -> Text:

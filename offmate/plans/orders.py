@@ -63,7 +63,7 @@ def order_words(
         name = _instead(per_pass, other.per_pass, count)
     if other is None:
         if trial is None:
-            return f"{begin}; {name} was not planned, so it is not known what the order buys"
+            return begin
         name = _instead(per_pass, trial.micro_batches_per_pass, count)
         predicted = "does not fit" if trial.update_s is None else f"takes {format_seconds(trial.update_s)} per update"
         return f"{begin}; {name} {predicted} in fractions of tensors, and was not planned in whole ones"

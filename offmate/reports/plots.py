@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +15,7 @@ from .colours import KIND_COLOURS, STALL_COLOUR, block_colour
 from .extra import viz
 from .items import KINDS, parts_of
 from .places import Place, Track, step_order, tracks
-from .timeline import THIN, Timeline
+from .timeline import MORE, THIN, Timeline
 from .units import byte_ticks, format_seconds, second_ticks
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _TENSOR_KINDS = ("parameters", "optimizer states", "activations")
 _LEAST_PART = 0.12
+_CHARACTER_IN = 0.075  # inches of a character of a small line
 _DPI = 120  # where the user has not chosen another than matplotlib's
 _INK = "#787d85"  # as far from white as from the paper of dark notebooks
 _ANY_PAGE = {
@@ -90,9 +92,9 @@ def draw_memory(timeline: Timeline, ax: Axes | None = None, beside: Timeline | N
     """
     with _canvas(ax, 10, 3.6) as ax:
         # Two points per sample draw the steps, and preserve the spikes of samples that take no time.
-        times = [seconds for sample in timeline.memory for seconds in (sample.start_s, sample.end_s)]
-        kinds = timeline.kinds()
-        levels = [[sample.bytes[KINDS.index(kind)] for sample in timeline.memory for _ in range(2)] for kind in kinds]
+        points, kinds = list(_levels(timeline)), timeline.kinds()
+        times = [seconds for seconds, _ in points]
+        levels = [[0 if held is None else held[KINDS.index(kind)] for _, held in points] for kind in kinds]
         ax.stackplot(times, levels, labels=kinds, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
         if beside is not None:
             line = [(s, sample.total_bytes) for sample in beside.memory for s in (sample.start_s, sample.end_s)]
@@ -212,18 +214,23 @@ def draw_accumulation(
             ax.plot(
                 [one.micro_batches for one in some], [each * one.rate for one in some], "s", label="by block, in passes"
             )
+        without = sorted({one.micro_batches for one in trials if not one.fits})
+        if without:
+            ax.plot(without, [0.0] * len(without), "x", color="0.5", clip_on=False, label="does not fit in some order")
         best = {one.micro_batches: one for one in sorted(fitting, key=lambda one: one.rate)}
         bounds = [best[count] for count in sorted(best)]
         counts = [one.micro_batches for one in bounds]
+        top = 1.25 * max(each * one.micro_batches / one.compute_s for one in bounds if one.compute_s > 0)
         for name, style, seconds in (
             ("computes alone", "--", [one.compute_s for one in bounds]),
             ("bytes alone", ":", [one.moved_s for one in bounds]),
         ):
             known = [(count, each * count / one_s) for count, one_s in zip(counts, seconds) if one_s > 0]
-            ax.plot(*zip(*known), style, color="0.5", label=name) if known else None
+            beyond = " (above all of this)" if known and min(rate for _, rate in known) > top else ""
+            ax.plot(*zip(*known), style, color="0.5", label=f"{name}{beyond}") if known else None
         ax.axvline(chosen, color="0.5", linewidth=1, alpha=0.5)
-        most = max(each * one.micro_batches / one.compute_s for one in bounds if one.compute_s > 0)
-        ax.set_ylim(0, 1.25 * most)  # bytes alone may allow many times more
+        ax.set_ylim(0, top)  # bytes alone may allow many times more
+        counts = sorted({*counts, *without})
         ax.set_xscale("log", base=2)
         ax.set_xticks(counts, [str(count) for count in counts])
         ax.set_xlabel(f"micro-batches per update; thin line: {chosen}, which was chosen")
@@ -233,6 +240,17 @@ def draw_accumulation(
         ax.legend(loc="lower right", frameon=False)
         _frameless(ax)
     return ax
+
+
+def _levels(timeline: Timeline) -> Iterator[tuple[float, Sequence[int] | None]]:
+    """Yield times, and the bytes of each kind then; None while passes that are not drawn run."""
+    gaps = [(start_s, end_s) for name, start_s, end_s in timeline.phases if name.endswith(MORE)]
+    for sample in timeline.memory:
+        within = [(a, b) for a, b in gaps if sample.start_s <= a and b <= sample.end_s]
+        yield sample.start_s, sample.bytes
+        for start_s, end_s in within:
+            yield from ((start_s, sample.bytes), (start_s, None), (end_s, None), (end_s, sample.bytes))
+        yield sample.end_s, sample.bytes
 
 
 def _that_fit(points: Iterable[Point]) -> list[Any]:
@@ -263,9 +281,15 @@ def write_below(ax: Axes, words: str) -> None:
     """Write a small line below a plot, which says what it is of."""
     below = -44 if ax.get_xlabel() else -30
     ax.annotate(
-        words, (1, 0), (0, below), xycoords="axes fraction", textcoords="offset points", ha="right", va="top",
-        fontsize="small", color=ax.yaxis.label.get_color(),
+        textwrap.fill(words, int(_width_in(ax) / _CHARACTER_IN)), (0, 0), (0, below), xycoords="axes fraction",
+        textcoords="offset points", ha="left", va="top", fontsize="small", color=ax.yaxis.label.get_color(),
     )  # fmt: skip
+
+
+def _width_in(ax: Axes) -> float:
+    """Return the width of axes in inches, before their figure is laid out."""
+    figure = ax.get_figure(root=True)
+    return figure.get_figwidth() * ax.get_position().width if figure is not None else 0.0
 
 
 def _frameless(ax: Axes) -> None:
@@ -279,9 +303,11 @@ def _time_axis(ax: Axes, timeline: Timeline) -> None:
 
 
 def _phase_lines(ax: Axes, timeline: Timeline) -> None:
+    scale_in = _width_in(ax) / max(timeline.step_s, 1e-9)
     for name, start_s, end_s in timeline.phases:
         if end_s > start_s:
             ax.axvline(start_s, color="0.5", linewidth=0.8)
+        if (end_s - start_s) * scale_in > (len(name) + 1) * _CHARACTER_IN:  # shorter ones would overlap
             _above(ax, start_s, name)
 
 

@@ -29,7 +29,7 @@ BAR_WORDS = {
     Kind.ACCUMULATE: "add to the total",
     Kind.ACCUMULATE_CPU: "add to the total on the CPU",
 }
-_MORE = " more"
+MORE = " more"
 _COMPUTE_WORDS = {"start": "the batch comes in", "user": "your code", "gate": "the gate"}
 THIN = ("update on the device", "begin the total", "add to the total")  # computes beside the blocks' own
 
@@ -169,7 +169,7 @@ def build_timeline(
         memory=_memory(schedule, simulation, fixed_bytes),
         budget_bytes=budget_bytes or schedule.device_budget_bytes,
         stall_s=sum(simulation.stall_s.values()),
-        skipped_s=sum(end_s - start_s for name, start_s, end_s in phases if name.endswith(_MORE)),
+        skipped_s=sum(end_s - start_s for name, start_s, end_s in phases if name.endswith(MORE)),
     )
 
 
@@ -195,7 +195,7 @@ def _phases(schedule: Schedule, simulation: Simulation) -> tuple[tuple[str, floa
         if actions:
             start_s = simulation.taken[done][0]
             if start_s > at_s:
-                phases.append((f"{schedule.parts[2].times - 1}{_MORE}", at_s, start_s))
+                phases.append((f"{schedule.parts[2].times - 1}{MORE}", at_s, start_s))
             at_s = max(start_s, at_s)
         done += len(actions)
         end_s = simulation.taken[done - 1][1] if actions else at_s

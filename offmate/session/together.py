@@ -50,7 +50,7 @@ class Together:
                 f"micro-batch {self.number + 2}, but {self._goes_on}, as they were at the first call. No "
                 f"update was made; zero_grad() drops it. Change them between updates, or {self._one_by_one}"
             )
-        self._expected[self.number + 1].check(_arguments(call))
+        self._check_arguments(_arguments(call))
         edited = self._before.edited_buffers() if self._before is not None else []
         if edited:
             self.check_begins_pass(edited[0])
@@ -86,6 +86,17 @@ class Together:
     def begins_pass(self) -> bool:
         """Return whether the next call is the first one of a pass."""
         return (self.number + 1) % self._per_pass == 0
+
+    def _check_arguments(self, arguments: Arguments) -> None:
+        """Raise if a call is not the one that was foreseen; it may be that of a later batch."""
+        expected, *later = self._expected[self.number + 1 :]
+        if expected.differs(arguments) is not None and any(one.differs(arguments) is None for one in later):
+            raise ProtocolError(
+                f"the model was not called with the batch of micro-batch {self.number + 2}, but with a later one of "
+                f"this update, and {self._goes_on}. No update was made; zero_grad() drops it. Call the model with each "
+                f"batch; to leave one out, leave out its backward(). Or {self._one_by_one}"
+            )
+        expected.check(arguments)
 
     @property
     def _goes_on(self) -> str:

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from offmate.solver import handed, items
 from offmate.solver.compute_names import ComputeName, parse
-from offmate.solver.fat_steps import for_all, for_one
+from offmate.solver.fat_steps import for_all, for_one, in_passes
 from offmate.solver.files import problem_from_dict
 from offmate.solver.files import to_dict as problem_to_dict
 from offmate.solver.instances.synthetic import Rates, Shape, Speeds, llama
@@ -302,3 +302,11 @@ def test_a_tied_gradient_is_complete_for_each_micro_batch_before_it_is_added() -
     assert n.at(1) in schedule.computes[f"B{last}@1"].makes
     spec = schedule.computes["B0@1"]
     assert n.at(1) in spec.drops and items.gradient(name) in spec.needs
+
+
+def test_unlimited_memory_takes_as_long_in_every_order() -> None:
+    """Gradients are added up in each of them: of six micro-batches, all but the first."""
+    one = replace(drawn(7, gate=True), micro_batches=1)
+    one = replace(one, groups=tuple(replace(g, device_add_s=1e-3) for g in one.groups))
+    seconds = [for_all(one, 6).endless_s, in_passes(one, 6, 1).endless_s, in_passes(one, 6, 4).endless_s]
+    assert seconds == [pytest.approx(seconds[0])] * 3

@@ -427,3 +427,18 @@ def test_parameters_may_lie_on_drives_as_offmate_plan_has_it(monkeypatch, cache,
     for refused, why in ((["--storage", "7GB/s"], "only the rate of reads is given, 7GB/s"), ([], "none is named")):
         assert run(monkeypatch, cache, "tiny-llama", *refused, "--storage-parameters") == 2
         assert why in " ".join(capsys.readouterr().err.split())
+
+
+def test_where_micro_batches_do_not_fit_together_one_after_the_other_is_advised(monkeypatch, cache, capsys):
+    """Other ways to train are sized one after the other, so they are no advice for those that run together."""
+    for more, without in (
+        (["--order", "by-block"], ""),
+        (["--micro-batches-per-pass", "8"], "without --micro-batches-per-pass 8"),
+    ):
+        argv = ["tiny-llama", "--batch", "1", "--accumulation", "16", "--gpu-budget", "5MiB"]
+        assert run(monkeypatch, cache, *argv, *more) == 1
+        said = " ".join(capsys.readouterr().out.split())
+        assert "of RAM at least: --order by-batch" in said and without in said
+        assert "--optimizer" not in said and "--lora" not in said
+        assert run(monkeypatch, cache, *argv, "--order", "by-batch") == 0
+        capsys.readouterr()

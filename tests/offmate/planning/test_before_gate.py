@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from offmate.solver.missed import missed
+from offmate.solver.schedule import Kind
 from offmate.solver.simulate import simulate
 
 import offmate
+from offmate.plans.break_even import break_even
 
 from ..loops import adamw, batch, tiny
 from ..training.speculating import own_cores
@@ -51,3 +53,14 @@ def test_a_file_with_seconds_that_cannot_be_is_refused(tmp_path: Path) -> None:
         (tmp_path / "plan.json").write_text(json.dumps({**data, "break_even": broken}))
         with pytest.raises(offmate.PlanFileError, match="damaged plan file"):
             offmate.load_plan(tmp_path / "plan.json")
+
+
+def test_plans_that_only_search_otherwise_are_no_two_ways() -> None:
+    """Where nothing is updated before the gate, a plan that might do so is not faster for it, whatever its seconds."""
+    plans = (planned(updates="device", speculate=True).schedule, planned().schedule)
+    faster, slower = sorted(plans, key=lambda schedule: simulate(schedule).step_s)
+    assert not any(action.kind is Kind.SPECULATE_CPU for action in faster.actions + slower.actions)
+    assert simulate(slower).step_s > simulate(faster).step_s
+    figures = break_even(slower, faster)
+    assert (figures.share, figures.log_bytes) == (0.0, 0)
+    assert "would gain nothing" in figures.words()

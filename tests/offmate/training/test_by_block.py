@@ -544,3 +544,13 @@ def test_frozen_parts_and_adapters(caplog: pytest.LogCaptureFixture) -> None:
     assert found[0][0] == found[1][0]
     assert_alike(found[1][1], found[1][2], found[0][1], found[0][2])
     assert found[1][1].offmate.plan.schedule.per_step == MICRO_BATCHES
+
+
+def test_a_batch_that_is_skipped() -> None:
+    """The error says so, and not that its arguments were computed in the loop."""
+    model, _ = compiled(tiny())
+    skipped = r"not called with the batch of micro-batch 3, but with a later one.*leave out its backward"
+    with pytest.raises(ProtocolError, match=skipped):
+        for number, batch in enumerate(model.offmate.batches(numbers(MICRO_BATCHES))):
+            if number != 2:
+                model(**batch)["loss"].backward()
