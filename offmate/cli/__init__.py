@@ -75,7 +75,7 @@ def _run(argv: Sequence[str], events: bool) -> int:
         _say_failed(with_options(str(error)), events)
         return _FAILED
     except OffmateError as error:
-        _say_failed(str(error), events)
+        _say_failed(with_options(str(error)), events)
         return _CANNOT_START if isinstance(error, _NOT_STARTED) else _FAILED
     except BrokenPipeError:
         # The reader of the output has gone, as with `| head`; Python must not complain about it at exit either.

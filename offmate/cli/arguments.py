@@ -28,6 +28,8 @@ _OPTIONS = (
     (re.compile(r"\(Config\(updates=Split\(\.\.\.\)\), a checkpoint's split, or that of the session's first plan\)"),
      "by the checkpoint"),
     (re.compile(r"\(storage=\)"), "(--storage)"),
+    (re.compile(r'Config\(accumulation_order="by batch"\)'), "--order by-batch"),
+    (re.compile(r"(?<=--order by-batch without )micro_batches_per_pass=(\d+)"), r"--micro-batches-per-pass \1"),
     (re.compile(r"(?<![\w-])(gpu|cpu)_budget"), r"--\1-budget"),
 )  # fmt: skip
 
@@ -87,7 +89,7 @@ def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> N
 
 
 def with_options(message: str) -> str:
-    """Return a message about a budget with the names of the command line's options."""
+    """Return a message with the names of the command line's options."""
     for argument, option in _OPTIONS:
         message = argument.sub(option, message)
     return message

@@ -35,9 +35,11 @@ def check_together(traced: Traced, device: str, config: Config) -> None:
     inside = (node for block in traced.blocks for node in block.joint.forward)
     for node in (*traced.chain.prelude, *inside):
         if is_random(node) and (device != EMULATED or node.target is not draw or node.all_input_nodes):
+            own = getattr(node.target, "namespace", "") == "offmate"
             raise NotTogether(
-                f"the forward draws random numbers by {node.target}. If its blocks run for all micro-batches in turn, "
-                f"it draws them in another order than plain PyTorch. Set dropout to 0, or use {one_by_one(config)}"
+                f"the forward draws random numbers{'' if own else f' by {node.target}'}. If its blocks run for all "
+                f"micro-batches in turn, it draws them in another order "
+                f"than plain PyTorch. Set dropout to 0, or use {one_by_one(config)}"
             )
     buffers = traced.captured.buffers
     reading: dict[str, set[int]] = {}
