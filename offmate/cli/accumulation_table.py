@@ -28,7 +28,7 @@ def accumulation_table(plan: Plan, width: int) -> Table:
     """
     tokens = plan.about.tokens
     each = tokens / plan.accumulation_steps if tokens else 1.0
-    unit = "tokens/s" if tokens else "per\nsecond"
+    unit = "tokens/s" if tokens else "micro-\nbatches\nper s"
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     alone = ("compute\nalone", "bytes\nalone") if width >= _WITH_ALONE else ()
     for heading in ("micro-\nbatches", "order", "one update", unit, *alone):
