@@ -154,6 +154,8 @@ class Preview:
             "checkpoints and the result",
             *([f"base: {self.plan.read_words}"] if self.plan.read_bytes else []),
             *([f"storage: {self.plan.stored_words}", *self.plan.path_words] if any(self.plan.stored_bytes) else []),
+            *([f"order: {self.plan.order_words}"] if self.plan.order_words else []),
+            *([f"clipping: {self.plan.break_even.words()}"] if self.plan.break_even is not None else []),
             *self.speed_lines(source),
         ]
 
