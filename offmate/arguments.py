@@ -151,7 +151,8 @@ def _check_passes(config: Config, accumulation_steps: int | Literal["auto"]) -> 
     if (config.micro_batches_per_pass or 1) > 1 and accumulation_steps == 1:
         raise ArgumentValueError(
             f"micro_batches_per_pass is {config.micro_batches_per_pass}, but an update has one micro-batch; name their "
-            "number with accumulation_steps=, or leave micro_batches_per_pass out"
+            "number with accumulation_steps= (Trainer's gradient_accumulation_steps=), or leave "
+            "micro_batches_per_pass out"
         )
 
 
