@@ -76,15 +76,14 @@ def wide_plan(**more):
     return offmate.plan(model, "16MiB", example_inputs=example, optimizer=adamw(model), **settings)
 
 
-@pytest.mark.parametrize("halved", [False, True])
-def test_size_and_number_of_micro_batches_are_chosen_together(monkeypatch, halved):
+def test_size_and_number_of_micro_batches_are_chosen_together(monkeypatch):
     """For the number that suits a size, the size is chosen again; a size that brings no more samples is not taken."""
     tried, real = [], sizing.fastest_batch_size
 
     def noted(problem, batch_size, *rest):
         size = real(problem, batch_size, *rest)
         tried.append((problem.per_update, size))
-        return size // 2 if problem.per_update > 1 and halved else size  # which cannot be better
+        return size // 2 if problem.per_update > 1 else size  # half of it cannot be better
 
     monkeypatch.setattr(sizing, "fastest_batch_size", noted)
     alone = wide_plan()
