@@ -289,7 +289,7 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
             plan = planned(config, **{"accumulation_steps": "auto"} if auto else {})
             training = replace(training, accumulation=plan.accumulation_steps, batch=plan.batch_size or training.batch)
             sized |= {"batch_size": plan.batch_size} if sized else {}
-        if not auto:
+        if not auto and (not sized or training.accumulation > 1):
             plan, _ = in_faster_order(planned, config, training.accumulation)
         if training.speculate and not arguments.sweep:
             waits, _ = in_faster_order(planned, replace(config, speculate=False), training.accumulation)

@@ -38,8 +38,8 @@ def check_together(traced: Traced, device: str, config: Config) -> None:
             own = getattr(node.target, "namespace", "") == "offmate"
             raise NotTogether(
                 f"the forward draws random numbers{'' if own else f' by {node.target}'}. If its blocks run for all "
-                f"micro-batches in turn, it draws them in another order "
-                f"than plain PyTorch. Set dropout to 0, or use {one_by_one(config)}"
+                "micro-batches in turn, it draws them in another order than plain PyTorch. Set dropout to 0, "
+                f"or use {one_by_one(config)}"
             )
     buffers = traced.captured.buffers
     reading: dict[str, set[int]] = {}

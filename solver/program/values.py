@@ -65,15 +65,15 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[tu
 
 
 def _count_leaving(problem: Problem, value: Value, start: int, leaving: Leaving, path: Path, account: Account) -> None:
-    slots, one_bytes, rest_bytes = problem.slots_at(start), value.bytes // problem.per_step, 0
+    slots, one_bytes = problem.slots_at(start), value.bytes // problem.per_step
+    rest_bytes = value.bytes - one_bytes  # of the other micro-batches of the step
     serial, moved_bytes = 1 / slots if leaving.out == value.made else 0.0, problem.share(start) * value.bytes
     out, back, column = start + leaving.out, start + leaving.back, leaving.column
     account.hold_over(range(out + 1, back), -value.bytes, column)
     account.go_in_turn(out, all_but_one(problem, value.bytes), column)
     account.move(path.out, out, moved_bytes, column, copies=slots, serial=serial)
     account.move(path.into, back, one_bytes, column)
-    if problem.per_step > 1:
-        rest_bytes = value.bytes - one_bytes
+    if rest_bytes:
         account.hold(back, -rest_bytes, column)
         account.come_in_turn(back, one_bytes, column)
         # While one is read, the next one comes.
