@@ -294,7 +294,9 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
         if training.speculate and not arguments.sweep:
             waits, _ = in_faster_order(planned, replace(config, speculate=False), training.accumulation)
             compared = break_even(waits.schedule, plan.schedule)
-            plan = replace(plan if compared.share else waits, break_even=compared)
+            if not compared.share:  # the plan that waits is taken, and described
+                training, plan = replace(training, speculate=False), waits
+            plan = replace(plan, break_even=compared)
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""
     slow = machine.rate_words(training.matrix_dtype)
