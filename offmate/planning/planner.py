@@ -23,28 +23,26 @@ from ..lowering.problem import Lowered
 from ..lowering.stored import StoredClass
 from ..machines.devices import accelerator
 from ..machines.hardware import Hardware
-from ..machines.links import LinkRates
 from ..optim.updater import Updater
 from ..plans.plan import Plan
 from ..plans.saved import to_text
-from ..profile.figures import measure
 from ..progress import Progress
 from ..solver.plan import plan as solve_problem
-from ..solver.scheduling.follow import follow
 from ..split import Split
 from .accumulation import planned_with_fewest
 from .describe import described
 from .elsewhere import as_elsewhere
 from .fingerprint import differences, fingerprint_of
+from .follow import follow_plan
 from .garbage import fewer_collections
 from .low_precision import Low, always_tried, copies_on_host, of_plan, possible, words_of
 from .orders import check_together
 from .phases import searching
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
-from .restore import cached, fitting, kernel_bytes, other_rates, restore_class
+from .restore import cached, fitting, kernel_bytes, other_rates
 from .solver_errors import solver_errors
-from .subject import Subject, fits, fixed_bytes, in_low, lower, relower, stated_to_fit, user_bytes_of, with_steps
+from .subject import Subject, fits, in_low, relower, stated_to_fit, user_bytes_of
 
 log = logging.getLogger("offmate")
 
@@ -82,18 +80,64 @@ def make_plan(
     start = time.perf_counter()
     where = accelerator(request.device) if machine is None else None
     traced = trace() if trace is not None else trace_model(model, args, kwargs, request.config, True, say, real, where)
-    if request.per_step > 1:
-        check_together(traced, request.device, request.config)
-    request = replace(request, user_bytes=user_bytes_of(traced, request))
-    subject = Subject(model, args, kwargs, traced, request, updater, machine, say)
+    subject = _subject(model, args, kwargs, traced, request, updater, machine, say)
     known_as = _known_as(subject)
     if given is not None:
         _check_given(given, known_as, subject)
     plan, lowered = _planned(subject, known_as, given, near, kept or {}, start)
-    traced = in_low_precision(traced, of_plan(plan, traced))
-    plan = plan if given is not None else described(plan, subject)
+    return _bound(subject, plan if given is not None else described(plan, subject), lowered)
+
+
+def make_follower(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request: Request,
+    updater: Updater | None,
+    say: Progress,
+    lead: Prepared,
+) -> Prepared | None:
+    """Plan an iteration that takes the decisions of another batch's plan, whatever another search would find.
+
+    Parameters
+    ----------
+    model, args, kwargs, request, updater, say: as in `make_plan`. lead: the other plan.
+
+    Returns: the plan, bound to the model's tensors; None if this batch cannot take these decisions.
+    Raises: CaptureError.
+    """
+    start = time.perf_counter()
+    traced = trace_model(model, args, kwargs, request.config, True, say, device=accelerator(request.device))
+    subject = _subject(model, args, kwargs, traced, request, updater, None, say)
+    followed = follow_plan(subject, (lead,))
+    if followed is None:
+        return None
+    plan = replace(followed[0], fingerprint=_known_as(subject)[0], plan_s=time.perf_counter() - start)
+    return _bound(subject, described(plan, subject), followed[1])
+
+
+def _subject(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    traced: Traced,
+    request: Request,
+    updater: Updater | None,
+    machine: Hardware | None,
+    say: Progress,
+) -> Subject:
+    """Return the subject of a plan; raises if its micro-batches cannot run block by block, but are to."""
+    if request.per_step > 1:
+        check_together(traced, request.device, request.config)
+    request = replace(request, user_bytes=user_bytes_of(traced, request))
+    return Subject(model, args, kwargs, traced, request, updater, machine, say)
+
+
+def _bound(subject: Subject, plan: Plan, lowered: Lowered) -> Prepared:
+    """Bind a plan to the model's tensors."""
+    request, traced = subject.request, in_low_precision(subject.traced, of_plan(plan, subject.traced))
     if request.config.backend == "inductor":
-        lowered = compiled(lowered, plan.schedule, request.device, say)
+        lowered = compiled(lowered, plan.schedule, request.device, subject.say)
     binding = bind(traced.captured, lowered, plan.schedule.options)
     keys = tuple(b.key for b in traced.blocks)
     arrive = arrivals(traced.blocks, traced.captured.params)
@@ -144,7 +188,7 @@ def _planned(
             return replace(stored, plan_s=time.perf_counter() - start, from_cache=True), lowered
         except PlanFileError as error:
             log.warning("an earlier plan is ignored: %s", error)
-    if followed := _follow(subject, near):
+    if followed := follow_plan(subject, near):
         plan, lowered = followed
         return replace(plan, fingerprint=fingerprint, plan_s=time.perf_counter() - start), lowered
     with solver_errors():
@@ -235,62 +279,6 @@ def _gradient_like(traced: Traced) -> dict[str, torch.Tensor]:
             strides = traced.incoming[node.name]
             found[node.name] = torch.empty_strided(fake.shape, strides, dtype=fake.dtype, device="meta")
     return found
-
-
-def _follow(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered] | None:
-    """Reuse the decisions of a larger batch's plan: bytes and seconds are measured anew, nothing is solved."""
-    request = subject.request
-    for known in near:
-        try:
-            subject = in_low(subject, of_plan(known.plan, subject.traced))
-        except PlanFileError:  # that batch was under another autocast
-            continue
-        traced = subject.traced
-        own = structure(traced)
-        taken = {b.key: key for b, key in zip(traced.blocks, known.keys)}
-        if known.structure != own or any(taken[b.key] != key for b, key in zip(traced.blocks, known.keys)):
-            continue
-        _, costs = measure(subject.model, subject.args, subject.kwargs, traced, subject.say, request.device)
-        options = {key: known.plan.classes[old].options for key, old in taken.items()}
-        classes = {b.key: restore_class(b, options[b.key], costs[b.key]) for b in traced.blocks}
-        unknown = LinkRates(1.0, 1.0, 1.0)
-        larger = known.plan.problem
-        if larger is None:
-            continue
-        lowered, held = lower(with_steps(subject, larger), classes, costs[""], {}, unknown)
-        unchanged = known.plan.fixed_bytes - known.plan.allocator_bytes
-        fixed = held + unchanged - fixed_bytes(subject.model, known.captured, {})
-        if [g.uses for g in larger.groups] != [g.uses for g in lowered.problem.groups]:
-            continue
-        # The same parameters: only blocks and values depend on the batch.
-        problem = replace(
-            lowered.problem,
-            groups=larger.groups,
-            rates=larger.rates,
-            gate_s=larger.gate_s,
-            device_budget_bytes=max(0, request.budget_bytes - fixed),
-        )
-        schedule = follow(known.plan.schedule, problem)
-        if schedule is None:
-            continue
-        plan = replace(
-            known.plan,
-            schedule=schedule,
-            problem=problem,
-            classes={key: StoredClass(o, kernel_bytes(costs[key])) for key, o in options.items()}
-            | {"": StoredClass((), kernel_bytes(costs[""]))},
-            blocks=block_rows(lowered, schedule),
-            budget_bytes=request.budget_bytes,
-            fixed_bytes=fixed,
-            allocator_bytes=request.margin_bytes,
-            lower_bound_s=0.0,
-            gap=0.0,
-            status="takes the decisions of a larger batch's plan",
-            user_bytes=request.user_bytes or 0,
-            from_cache=False,
-        )
-        return plan, lowered
-    return None
 
 
 def _fastest(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lowered]:

@@ -49,7 +49,7 @@ def finish_on_host(residence: Residence, outside: list[dict[str, torch.Tensor]])
     updated = frozenset(truth.host.totals)
     truth.copies.doubt(truth.edited())
     truth.copies.match(updated)
-    residence.active = training
+    residence.active = training.lead
     with residence.whole():
         truth.current = False
         training.executor.finish()

@@ -83,19 +83,20 @@ class Orders:
                     f'loop as "for batch in model.offmate.batches(loader):", or {self._turns.one_by_one}'
                 )
             return None
-        if len({one.kind for one in self._foreseen(model, call, self._per_pass)}) > 1:
-            self._declined("their batches have different shapes")
-            return None
+        largest = max(self._foreseen(model, call, 1, early=False), key=lambda one: one.kind.n_elements)
         named = self._order == "by block"
-        variant = self._planned(model, call, self._per_pass) if named else self._fastest(model, call)
+        variant = self._planned(model, largest, self._per_pass) if named else self._fastest(model, largest)
         if variant is None:
             return None
-        per_pass = variant.kind.together
-        calls = self._foreseen(model, call, per_pass)
-        if any(self._choice.known(one) is not variant for one in calls):
-            self._declined("the model decides differently about their values")
-            return None
-        self.together = Together(variant, calls, per_pass, self._turns.one_by_one)
+        per_pass, early = variant.kind.together, variant.kind.early
+        calls, variants = self._foreseen(model, call, per_pass, early=early), list[Variant]()
+        for one in calls:
+            own = self._residence.preparer.follower(model, one, variant.lead, self._residence.bring_home)
+            if own is None:
+                self._declined(_words(one, variant))
+                return None
+            variants.append(own)
+        self.together = Together(variants, calls, per_pass, self._turns.one_by_one)
         return variant
 
     def _planned(self, model: torch.nn.Module, call: Call, per_pass: int) -> Variant:
@@ -133,13 +134,24 @@ class Orders:
         plan = replace(variant.prepared.plan, other_order=noted.other_order)
         variant.prepared = replace(variant.prepared, plan=plan)
 
-    def _foreseen(self, model: torch.nn.Module, call: Call, per_pass: int) -> list[Call]:
-        """Return all calls of the update that begins with this one."""
+    def _foreseen(self, model: torch.nn.Module, call: Call, per_pass: int, *, early: bool) -> list[Call]:
+        """Return all calls of the update that begins with this one, as calls of a plan with these properties."""
         arguments = self.announced.foreseen(*call.given)
         calls = (self._residence.preparer.call_of(model, *one, gradients=True) for one in arguments)
-        return [replace(one, together=per_pass) for one in calls]
+        return [replace(one, together=per_pass, early=early) for one in calls]
 
     def _declined(self, why: str) -> None:
         if why not in self._said:
             self._said.add(why)
             log.info("the micro-batches of an update run one after the other, and not block by block: %s", why)
+
+
+def _words(call: Call, variant: Variant) -> str:
+    """Say why a call's micro-batch cannot run in the steps of a plan."""
+    shapes = [", ".join(str(list(shape)) for shape in kind.shapes) for kind in (call.kind, variant.kind)]
+    if shapes[0] == shapes[1]:
+        return "the model decides differently about their values"
+    return (
+        f"their batches have different shapes, and those with {shapes[0]} do not fit into the steps of the plan for "
+        f"{shapes[1]}"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..optim.state_bytes import state_forms
 from ..optim.updater import Updater
 from ..planning.forward_only import make_stream
 from ..planning.placement import fitted, pockets
-from ..planning.planner import make_plan, trace_once
+from ..planning.planner import make_follower, make_plan, trace_once
 from ..planning.request import Prepared, Request
 from ..plans.plan import Plan
 from ..progress import Progress
@@ -33,6 +33,7 @@ from ..runtime.devices.device import Device
 from ..runtime.memory.reserve import MemoryLayout
 from ..runtime.replay.executor import Executor
 from ..runtime.replay.gate import Clip
+from ..runtime.replay.shapes import Shape
 from ..runtime.replay.world import World
 from ..sizes import format_bytes
 from ..split import Split
@@ -41,7 +42,7 @@ from .failures import out_of_memory
 from .host_state import Truth
 from .state_storage import StateStorage
 from .user_code import UserCode
-from .variants import Call, Counts, Variant, Variants
+from .variants import Call, Counts, Followers, Variant, Variants
 
 log = logging.getLogger("offmate")
 
@@ -83,8 +84,8 @@ class Preparer:
         self.request, self._plainness, self._watch = request, plainness, watch
         self._truth, self._device, self._updater = truth, device, updater
         self._max_grad_norm, self._given, self._progress = max_grad_norm, given, progress
-        most = request.config.max_plans * (2 if request.chooses else 1)
-        self._variants = Variants(request.config.shape_buckets, most)
+        self._most = request.config.max_plans * (2 if request.chooses else 1)
+        self._variants = Variants(request.config.shape_buckets, self._most)
         self._counts: Counts | None = None
         self._earlier: dict[str, Plan] = {}
         self._pockets: tuple[torch.Tensor, ...] = ()
@@ -167,27 +168,69 @@ class Preparer:
         return self._variants.find(call.kind, [tensor for tensor in call.tensors if tensor is not None])
 
     def account_for_user_code(self) -> None:
-        """Discard the training plan if the user's code was seen to hold more than the plan reserves."""
-        if self.user_code.account(self.training):
-            assert self.training is not None
-            self._variants.forget(self.training)
+        """Discard a plan, and the one that it follows, if the user's code was seen to hold more than it reserves."""
+        short = self.user_code.account()
+        if short is not None:
+            self._variants.forget(short)
+            self._variants.forget(short.lead)
 
     def _variant(self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]) -> Variant:
-        variant = self._variants.find(call.kind, [tensor for tensor in call.tensors if tensor is not None])
+        variant = self.known(call)
         if variant is None:
             _check_weights(model)
             check_module_hooks(model)
             make_room()
             self._look_at_files()
             variant = self._prepare(model, call)
-            captured = variant.prepared.captured
-            self._watch.learn(captured.read, captured.free)
-            for holder, name, value in captured.changed:
-                put(holder, name, value)
+            self._learn(variant)
             self._variants.add(call.kind, variant)
         if call.trains:
             self.training = variant
         return variant
+
+    def _learn(self, variant: Variant) -> None:
+        """Learn from a new variant's trace what the model's forward reads and changes."""
+        captured = variant.prepared.captured
+        self._watch.learn(captured.read, captured.free)
+        for holder, name, value in captured.changed:
+            put(holder, name, value)
+
+    def follower(
+        self, model: torch.nn.Module, call: Call, lead: Variant, make_room: Callable[[], None]
+    ) -> Variant | None:
+        """Return the variant for a call that takes the actions of another one's plan, in slots of the same steps.
+
+        Parameters
+        ----------
+        lead: has an executor of its own. make_room: as in `variant_for`.
+
+        Returns: the variant; None if such calls cannot take these actions in the same memory.
+        """
+        known = self.known(call)
+        if known is not None and known.lead is lead:
+            return known
+        followers, tensors = lead.followers, [tensor for tensor in call.tensors if tensor is not None]
+        assert followers is not None
+        found = followers.variants.find(call.kind, tensors)
+        if found is not None or not followers.fits(call.kind):
+            return found
+        make_room()
+        found = self._follow(model, call, lead)
+        if found is None:
+            followers.refuse(call.kind)
+            return None
+        self._learn(found)
+        followers.variants.add(call.kind, found)
+        return found
+
+    def _follow(self, model: torch.nn.Module, call: Call, lead: Variant) -> Variant | None:
+        request = self._training_request(call)
+        with self._preparing(model) as say:
+            try:
+                prepared = make_follower(model, call.args, call.kwargs, request, self._updater, say, lead.prepared)
+            except (CaptureError, InfeasibleBudget):  # alone, in the usual order, it says why
+                return None
+        return None if prepared is None else _following(prepared, call, (lead,))
 
     def reserve_states(self, variant: Variant) -> None:
         """Take the space in files for the states that the first updates of a variant will make.
@@ -204,8 +247,9 @@ class Preparer:
 
     # -- a plan -------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, model: torch.nn.Module, call: Call) -> Variant:
-        self._look_at_device()
+    @contextlib.contextmanager
+    def _preparing(self, model: torch.nn.Module) -> Iterator[Progress]:
+        """Make the model plain and keep the user's settings inside; yields what reports progress."""
         with (
             self._plainness.of(model),
             self._progress() as say,
@@ -213,6 +257,12 @@ class Preparer:
             entered(accelerator(self.request.device)),
             torch.autograd.set_detect_anomaly(False),
         ):
+            yield say
+
+    def _prepare(self, model: torch.nn.Module, call: Call) -> Variant:
+        self._look_at_device()
+        near = self._variants.near(call.kind) if call.trains else ()
+        with self._preparing(model) as say:
             make = (self._iteration_maker if call.trains else self._forward_maker)(model, call, say)
             prepared, place = self._placed(make, model, (call.args, call.kwargs))
         if call.trains:
@@ -221,7 +271,7 @@ class Preparer:
             if accelerator(self.request.device) is not None:
                 # A CPU rounds differently, so parameters keep the side of their first update.
                 self._kept = self._kept.joined(prepared.plan.split)
-        return self._bound(prepared, model, call, place)
+        return _following(prepared, call, near) or self._bound(prepared, model, call, place)
 
     def _look_at_files(self) -> None:
         """Find out which parameters may come from files; all of them go into RAM of their own if it has room."""
@@ -298,14 +348,9 @@ class Preparer:
             )
             early = ", with updates before the gate" if call.early else ""
             log.info("planning for batches with %s%s%s", shapes, early, changes)
-        request = self.request if call.together == 1 else self.request.in_passes(call.together)
-        request = replace(
-            request.speculating(call.early) if self.request.chooses else request,
-            user_bytes=self.user_code.held_by(kind),
-            user_factor=self.user_code.factor,
-        )
+        request = self._training_request(call)
         given = self._given if self.training is None else None
-        near = self._variants.near(kind)
+        near = tuple(variant.prepared for variant in self._variants.near(kind))
         trace = trace_once(model, call.args, call.kwargs, request, say)
 
         def make(margin_bytes: int, config: Config) -> Prepared:
@@ -328,6 +373,15 @@ class Preparer:
                 return make(margin_bytes, request.config)
 
         return make_as_kept
+
+    def _training_request(self, call: Call) -> Request:
+        """Return the requirements of the plan for a call that trains."""
+        request = self.request if call.together == 1 else self.request.in_passes(call.together)
+        return replace(
+            request.speculating(call.early) if self.request.chooses else request,
+            user_bytes=self.user_code.held_by(call.kind),
+            user_factor=self.user_code.factor,
+        )
 
     def _config(self, config: Config) -> Config:
         """Return the configuration of a plan, with the split of updates of earlier plans."""
@@ -366,12 +420,39 @@ class Preparer:
             place.updated if place is not None else {},
         )
         executor = Executor(world, plan.fixed_bytes, self._clip(model) if call.trains else None)
-        return Variant(prepared, executor, call.kind, place)
+        followers = Followers(self._most) if call.trains else None
+        return Variant(prepared, executor, call.kind, world.shapes.own, place, followers=followers)
 
     def _clip(self, model: torch.nn.Module) -> Clip | None:
         if self._max_grad_norm is None and not self.request.measures:
             return None
         return Clip(self._max_grad_norm or math.inf, tuple(name for name, _ in model.named_parameters()))
+
+
+def _following(prepared: Prepared, call: Call, near: Iterable[Variant]) -> Variant | None:
+    """Return the variant that runs a plan on the executor of a larger one whose decisions it has taken, if one can."""
+    constants = prepared.binding.constants
+    for lead in (variant.lead for variant in near):
+        own = lead.shape.binding.constants
+        if constants.keys() != own.keys() or any(not _same(own[name], one) for name, one in constants.items()):
+            continue  # they are on the device all the time, so that the executor would hold more
+        binding = replace(prepared.binding, constants=own)
+        shape = Shape(prepared.plan.schedule, binding)
+        if lead.shape.serves(shape):
+            return Variant(replace(prepared, binding=binding), lead.executor, call.kind, shape, followed=lead)
+    return None
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two constants are the same tensor, or have the same bits and layout."""
+    if one is other:
+        return True
+    described = ((t.dtype, t.shape, t.stride(), t.device) for t in (one, other))
+    return len(set(described)) == 1 and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _check_weights(model: torch.nn.Module) -> None:

@@ -34,10 +34,10 @@ _FREES = 2  # iterations before which memory is given back: what held the parame
 class Residence:
     """A compiled model's tensors on the device, and their way back to the host.
 
-    State: `active`, the variant whose tensors are on the device; `_stores`, the last one that trained, whose
-    activations may have space in files; `_replays`, iterations since the device's memory was laid out; `lock`, held
-    by the thread that runs a method; `stream`, on which the device computes; and what `turns`, `truth`, `preparer`
-    and `pace` hold.
+    State: `active`, the variant whose tensors are on the device, one with an executor of its own; `_stores`, the last
+    one that trained, whose activations may have space in files; `_replays`, iterations since the device's memory was
+    laid out; `lock`, held by the thread that runs a method; `stream`, on which the device computes; and what `turns`,
+    `truth`, `preparer` and `pace` hold.
     Changed by one thread at a time.
 
     Parameters
@@ -64,24 +64,25 @@ class Residence:
     def activate(self, model: torch.nn.Module, variant: Variant, edited: tuple[str, ...]) -> None:
         """Make the device hold this variant's tensors with their current values."""
         self.stream.take()
+        own = variant.lead
         stale = edited if self.updater is not None else self.truth.frozen(edited)
-        if stale and self.active is variant:
+        if stale and self.active is own:
             log.info("%d parameters were edited (%s, ...), so all are copied to the device again", len(stale), stale[0])
         if (
             stale
             or self._copies_differ(variant)
-            or self.active is not variant
-            or self._is_worn(variant)
+            or self.active is not own
+            or self._is_worn(own)
             or self.truth.low.differ()
         ):
             self.bring_home()
-            if variant.place is not None and self.device.arena is not None:
+            if own.place is not None and self.device.arena is not None:
                 with self.stream.entered():
-                    self.device.arena.take(variant.place.segment_bytes)
-            self.truth.low.settle(variant.prepared.low, self.device)
-            self.active, self._replays = variant, 0
-            if variant.kind.trains:  # a forward alone leaves them where they are
-                self._settle(variant)
+                    self.device.arena.take(own.place.segment_bytes)
+            self.truth.low.settle(own.prepared.low, self.device)
+            self.active, self._replays = own, 0
+            if own.kind.trains:  # a forward alone leaves them where they are
+                self._settle(own)
         if give_buffer_classes(model, self, variant.prepared.binding.written_buffers):
             self.truth.adopt_buffers()
         if self._replays < _FREES and not self.turns.micro_batches:

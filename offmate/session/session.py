@@ -159,7 +159,8 @@ class Session:
             self.turns.check_next(call)
             self._check_parameters(under_way)
             self._follow_buffers(under_way)
-            return self._handed_over(under_way.variant, self._train(under_way.variant, under_way.called(call)))
+            tensors = under_way.called(call)
+            return self._handed_over(under_way.variant, self._train(under_way.variant, tensors))
         check_hooks(self.watch.parameters, self.updater is not None)
         if self.turns.turn is Turn.BACKWARD:
             if not call.trains and not self.truth.edited() and not self.truth.has_other_parameters(False):
@@ -180,7 +181,7 @@ class Session:
             outputs = self._train(variant, tensors)
         else:
             with self.residence.whole():
-                outputs = variant.executor.forward(tensors)
+                outputs = variant.executor.forward(tensors, shape=variant.shape)
         return self._handed_over(variant, outputs)
 
     def _check_parameters(self, under_way: Together) -> None:
@@ -252,7 +253,8 @@ class Session:
             variant = self.orders.begin(self.model, call)
             if variant is not None:
                 assert self.orders.together is not None
-                return variant, self.orders.together.called(call)
+                tensors = self.orders.together.called(call)
+                return self.orders.together.variant, tensors
         return self.choice.variant_for(self.model, call, make_room=self.residence.bring_home)
 
     def _aside(self, call: Call) -> tuple[Variant, dict[str, torch.Tensor]]:
@@ -327,7 +329,7 @@ class Session:
         if together is not None:
             outputs = together.outputs()
         else:
-            outputs = variant.executor.forward(tensors, self.turns.micro_batches)
+            outputs = variant.executor.forward(tensors, self.turns.micro_batches, variant.shape)
         # New tensors, since autograd ties its tensors to the graph, and the executor keeps its outputs.
         return tuple(on_storage(outputs[name], outputs[name]) for name in variant.output_nodes)
 

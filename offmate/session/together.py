@@ -27,12 +27,13 @@ class Together:
 
     Parameters
     ----------
-    variant: the plan, of all of them. calls: foreseen, in order. per_pass: micro-batches of a pass.
-    one_by_one: as in `Turns`.
+    variants: of each micro-batch, which all use one executor. calls: foreseen, in order. per_pass: micro-batches of a
+        pass. one_by_one: as in `Turns`.
     """
 
-    def __init__(self, variant: Variant, calls: Sequence[Call], per_pass: int, one_by_one: str) -> None:
-        self.variant, self._per_pass, self._one_by_one = variant, per_pass, one_by_one
+    def __init__(self, variants: Sequence[Variant], calls: Sequence[Call], per_pass: int, one_by_one: str) -> None:
+        self._variants, self._per_pass, self._one_by_one = variants, per_pass, one_by_one
+        self._executor = variants[0].executor
         self.number = -1
         self._tensors = [call.tensors for call in calls]
         self._expected = [Expected(_arguments(call), number, one_by_one) for number, call in enumerate(calls, 1)]
@@ -64,8 +65,14 @@ class Together:
         self.number += 1
         return self._tensors[self.number]
 
+    @property
+    def variant(self) -> Variant:
+        """The variant of the micro-batch whose call or backward() is under way; at first that of the first one."""
+        return self._variants[max(self.number, 0)]
+
     def _is_of_kind(self, call: Call) -> bool:
-        own = self.variant.kind
+        """Return whether a call has the properties of the next one that was foreseen."""
+        own = self._variants[min(self.number + 1, len(self._variants) - 1)].kind
         return call.kind._replace(together=own.together, early=own.early) == own
 
     def expects(self, call: Call) -> bool:
@@ -104,12 +111,13 @@ class Together:
 
     def outputs(self) -> dict[str, torch.Tensor]:
         """Return the outputs of the call under way; the first one of a pass runs all forwards of it."""
-        number, executor = divmod(self.number, self._per_pass), self.variant.executor
-        if number[1] == 0:
-            own = self._tensors[self.number : self.number + self._per_pass]
-            outputs = executor.forwards([tuple(tensors) for tensors in own], number[0])
+        number, slot = divmod(self.number, self._per_pass)
+        if slot == 0:
+            own = slice(self.number, self.number + self._per_pass)
+            shapes = [variant.shape for variant in self._variants[own]]
+            outputs = self._executor.forwards([tuple(tensors) for tensors in self._tensors[own]], number, shapes)
             self._outputs = dict(enumerate(outputs, self.number))
-            self._drawn = torch.get_rng_state() if executor.drawn_from else None
+            self._drawn = torch.get_rng_state() if self._executor.drawn_from else None
         return self._outputs.pop(self.number)
 
     def drop(self) -> str:
@@ -121,7 +129,7 @@ class Together:
             return ""
         ahead = ["buffers"] if self.variant.prepared.binding.written_buffers else []
         if self._drawn is not None and torch.equal(self._drawn, torch.get_rng_state()):
-            torch.set_rng_state(self.variant.executor.drawn_from[(self.number + 1) % self._per_pass])
+            torch.set_rng_state(self._executor.drawn_from[(self.number + 1) % self._per_pass])
         elif self._drawn is not None:  # the loop has drawn since, and its numbers are others already
             ahead.insert(0, "random numbers")
         return " and ".join(ahead)
@@ -171,7 +179,7 @@ class Together:
             before the gate may begin there.
         """
         given, self._gradients, self._iterations, self._before = [*self._gradients, gradients], [], [], None
-        self.variant.executor.backwards(given, self.number // self._per_pass, speculates)
+        self._executor.backwards(given, self.number // self._per_pass, speculates)
 
 
 def _arguments(call: Call) -> Arguments:

@@ -21,7 +21,8 @@ _BACKWARD = "backward"
 class UserCode:
     """Measures the memory of the user's code.
 
-    State: `held_bytes` by kind of call; `factor`, their ratio to the bytes of usual losses; the log under way.
+    State: `held_bytes` by kind of call; `factor`, their ratio to the bytes of usual losses; the log under way, and the
+    variant of the call after which it began.
 
     Parameters
     ----------
@@ -34,12 +35,13 @@ class UserCode:
         self.factor = 1.0
         self._log: AllocationLog | DeviceAllocationLog | None = None
         self._hook: RemovableHandle | None = None
+        self._after: Variant | None = None
 
     def begins(self, variant: Variant) -> None:
         """Start to watch as the model returns, if the loss is computed outside of it and this kind was not seen yet."""
         computes = any(like.numel() > 1 for like in variant.prepared.gradient_like.values())
         if computes and _either(variant.kind) not in self.held_bytes and not profiler_is_taken():
-            self._log = allocation_log(self._device).__enter__()
+            self._log, self._after = allocation_log(self._device).__enter__(), variant
             # The log ends with this object at the latest.
             end = self._end = weakref.finalize(self, self._log.__exit__, None, None, None)
             # A loop that updates by itself calls nothing of offmate after backward(), so its optimizer's step ends the
@@ -75,25 +77,26 @@ class UserCode:
         """Discard what was measured, since the forward is given up."""
         if self._log is not None:
             self._stop()
-            self._log = None
+            self._log = self._after = None
 
-    def account(self, variant: Variant | None) -> bool:
-        """Store what was measured; return whether `variant` reserves less, so that it must be planned anew."""
+    def account(self) -> Variant | None:
+        """Store what was measured; return the variant that reserves less, and so must be planned anew, if any does."""
+        variant = self._after
         if self._log is None or variant is None or not self._log.is_here:
-            return False
+            return None
         self._stop()
-        seen, self._log = self._log, None
+        seen, self._log, self._after = self._log, None, None
         if seen.cut_short:
-            return False
+            return None
         measured = seen.peak_bytes(until=_BACKWARD)
         reserved = variant.prepared.plan.user_bytes
         self.held_bytes[_either(variant.kind)] = max(measured, reserved)
         log.info("your code holds %s between forward and backward", format_bytes(measured))
         if measured <= reserved:
-            return False
+            return None
         log.info("that is more than the %s reserved, so the next iteration is planned again", format_bytes(reserved))
         self.factor *= measured / max(reserved, 1)
-        return True
+        return variant
 
 
 def _either(kind: CallKind) -> CallKind:

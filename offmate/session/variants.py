@@ -19,6 +19,7 @@ from ..plans.break_even import BreakEven
 from ..runtime.memory.reserve import MemoryLayout
 from ..runtime.replay.executor import Executor
 from ..runtime.replay.program import Slot
+from ..runtime.replay.shapes import Shape
 from ..runtime.torch_names import trees as pytree
 from ..solver.items import ItemKind, names_of
 
@@ -54,6 +55,11 @@ class CallKind(NamedTuple):
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the tensors."""
         return tuple(first for first, _ in self.leaves if isinstance(first, tuple))
+
+    @property
+    def n_elements(self) -> int:
+        """The number of elements of all tensors."""
+        return sum(map(math.prod, self.shapes))
 
     @property
     def without_shapes(self) -> tuple[Any, ...]:
@@ -138,15 +144,25 @@ class Variant:
 
     Parameters
     ----------
-    place: where its memory comes from, on a device with its own allocator. figures: how its plan compares with one that
-        updates otherwise, where both are kept.
+    shape: what the executor's actions work on in such calls. place: where its memory comes from, on a device with its
+        own allocator. followed: the variant, of larger batches, whose executor it uses since it takes the same actions;
+        None for its own. followers: those that use this one's executor in some steps but may have one of their own;
+        None if it follows itself. figures: how its plan compares with one that updates otherwise, where both are kept.
     """
 
     prepared: Prepared
     executor: Executor
     kind: CallKind
+    shape: Shape
     place: MemoryLayout | None = None
+    followed: Variant | None = None
+    followers: Followers | None = None
     figures: BreakEven | None = None
+
+    @property
+    def lead(self) -> Variant:
+        """The variant for which its executor was made."""
+        return self if self.followed is None else self.followed
 
     @property
     def output_nodes(self) -> tuple[str, ...]:
@@ -244,19 +260,42 @@ class Variants:
         """Return the variants that train, the most recently used one last."""
         return tuple(v for (kind, *_), v in self._known.items() if kind.trains)
 
-    def near(self, kind: CallKind) -> tuple[Prepared, ...]:
-        """Return plans for larger training batches that differ only in shapes and share a bucket, smallest first."""
+    def near(self, kind: CallKind) -> tuple[Variant, ...]:
+        """Return those of larger training batches that differ only in shapes and share a bucket, smallest first."""
         found = [
-            (sum(map(math.prod, known.shapes)), variant.prepared)
+            (known.n_elements, variant)
             for (known, *_), variant in self._known.items()
             if kind.trains and known.without_shapes == kind.without_shapes and self._shares(kind, known)
         ]
-        return tuple(prepared for _, prepared in sorted(found, key=lambda pair: pair[0]))
+        return tuple(variant for _, variant in sorted(found, key=lambda pair: pair[0]))
 
     def _shares(self, small: CallKind, large: CallKind) -> bool:
         sizes = [pair for a, b in zip(small.shapes, large.shapes) for pair in zip(a, b)]
         bucket = [(bisect.bisect_left(self._buckets, a), bisect.bisect_left(self._buckets, b)) for a, b in sizes]
         return all(a <= b for a, b in sizes) and all(a == b for a, b in bucket)
+
+
+class Followers:
+    """The variants that use a variant's executor beside it, each in slots of its own of the same steps.
+
+    State: `variants`; `_unfit`, kinds of calls that cannot, since their actions would differ or take more memory.
+
+    Parameters
+    ----------
+    most: how many are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.variants = Variants((), most)
+        self._unfit: set[CallKind] = set()
+
+    def fits(self, kind: CallKind) -> bool:
+        """Return whether nothing is known that keeps calls of a kind from following."""
+        return kind not in self._unfit
+
+    def refuse(self, kind: CallKind) -> None:
+        """Note that calls of a kind cannot follow."""
+        self._unfit.add(kind)
 
 
 class Counts:

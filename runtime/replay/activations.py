@@ -34,18 +34,12 @@ class _Away:
         return buffer, self._contents.views.pop(item)
 
     def _send(self, item: Item, wholes: dict[str, torch.Tensor]) -> None:
-        homes = self._homes.shared(item, wholes)
+        homes = self._homes.for_storages(item, wholes)
         start_out(self._world, item, ((homes[key], whole) for key, whole in wholes.items()))
 
 
 class Values(_Away):
     """Interface values. Several may view one storage, which is the item; their views of it are recorded."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self._names: dict[str, list[str]] = {}
-        for name, item in world.binding.value_item.items():
-            self._names.setdefault(item, []).append(name)
 
     def bring(self, item: Item) -> None:
         buffer, views = self._bring(item)
@@ -56,7 +50,7 @@ class Values(_Away):
 
     def send(self, item: Item) -> None:
         values = self._contents.of(item.slot).values
-        views = {name: values[name].read() for name in self._names[item.at(0)] if name in values}
+        views = {name: values[name].read() for name in self._names(item) if name in values}
         self._contents.views[item] = {name: meta_of(view) for name, view in views.items()}
         self._send(item, {"": storage_view(next(iter(views.values())))})
 
@@ -64,9 +58,12 @@ class Values(_Away):
         if item in self._contents.written:
             self._contents.written[item].wait()
         values = self._contents.of(item.slot).values
-        for name in self._names.get(item.at(0), ()):
+        for name in self._names(item):
             if name in values:
                 values.pop(name).settle()  # of a micro-batch that is left out, nothing has read it
+
+    def _names(self, item: Item) -> tuple[str, ...]:
+        return self._world.shapes.binding(item.slot).values_in.get(item.at(0), ())
 
 
 class Offloaded(_Away):
@@ -84,7 +81,7 @@ class Offloaded(_Away):
         saved = self._contents.of(item.slot).saved[item.block]
         wholes: dict[str, torch.Tensor] = {}
         views = self._contents.views[item] = {}
-        for storage, registers in self._world.binding.blocks[item.block].offloaded.items():
+        for storage, registers in self._registers(item).items():
             wholes[str(storage)] = storage_view(saved.registers[registers[0]])
             views |= {f"{storage}/{r}": meta_of(saved.registers[r]) for r in registers}
         self._send(item, wholes)
@@ -92,9 +89,12 @@ class Offloaded(_Away):
     def release(self, item: Item) -> None:
         self._contents.written[item].wait()
         saved = self._contents.of(item.slot).saved[item.block]
-        for registers in self._world.binding.blocks[item.block].offloaded.values():
+        for registers in self._registers(item).values():
             for register in registers:
                 del saved.registers[register]
+
+    def _registers(self, item: Item) -> dict[int, tuple[int, ...]]:
+        return self._world.shapes.binding(item.slot).blocks[item.block].offloaded
 
 
 class ValueGradients(_Away):

@@ -10,10 +10,11 @@ from typing import Protocol
 import torch
 
 from ...solver.items import Item
+from ..operators.draws import draw
 from ..storage.file_bytes import FileBytes
 from ..storage.mapped import MappedStore
 from .low_copies import WHOLE
-from .program import BlockProgram
+from .program import BlockProgram, Instruction
 from .unscaling import Unscaling
 
 
@@ -59,6 +60,11 @@ class BlockBinding:
     kept: dict[int, tuple[int, ...]]
     offloaded: dict[int, tuple[int, ...]]
 
+    @cached_property
+    def made_bytes(self) -> dict[int, int]:
+        """The bytes of every storage that the forward makes, as profiled."""
+        return {storage: size for step in self.forward.instructions for _, storage, size in step.makes}
+
 
 @dataclass(frozen=True)
 class StartBinding:
@@ -95,6 +101,22 @@ class Binding:
     shared_item: dict[str, Item]
     constants: dict[str, torch.Tensor]
     outputs: tuple[str, ...]
+
+    @cached_property
+    def values_in(self) -> dict[Item, tuple[str, ...]]:
+        """By item, the names of the values whose storage it is."""
+        found: dict[Item, tuple[str, ...]] = {}
+        for name, item in self.value_item.items():
+            found[item] = (*found.get(item, ()), name)
+        return found
+
+    @cached_property
+    def drawing(self) -> dict[int, tuple[Instruction, ...]]:
+        """By block, the operators of its forward that draw random numbers."""
+        found = {
+            i: tuple(one for one in b.forward.instructions if one.target is draw) for i, b in enumerate(self.blocks)
+        }
+        return {i: those for i, those in found.items() if those}
 
     @cached_property
     def buffers(self) -> tuple[str, ...]:

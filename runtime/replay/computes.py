@@ -10,7 +10,7 @@ import torch
 from ...solver import items
 from ...solver.compute_names import BACKWARD, FORWARD, START, USER, ComputeName, parse
 from ..torch_names.tensors import version_of
-from .binding import BlockBinding, Port
+from .binding import Binding, Port
 from .contents import Buffer, OfBatch, Saved
 from .draws import Draws
 from .gate import Gate
@@ -38,11 +38,11 @@ class Computes:
     """
 
     def __init__(self, world: World, gate: Gate, norms: Norms) -> None:
-        self._schedule, self._binding, self._host = world.schedule, world.binding, world.host
+        self._schedule, self._shapes, self._host = world.schedule, world.shapes, world.host
         self._device, self._contents, self._gate, self._norms = world.device, world.contents, gate, norms
         self._on_host = world.device.torch_device.type == "cpu"
         self._seen_buffers: dict[str, tuple[int, int]] = {}
-        self._draws = Draws(world.binding, world.device.ledger, several=world.schedule.per_step > 1)
+        self._draws = Draws(world.shapes, world.device.ledger, several=world.schedule.per_step > 1)
         self.batches: list[Batch] = []
         self.incoming: Sequence[Incoming] = ()
 
@@ -78,7 +78,7 @@ class Computes:
     def renew_buffers(self) -> None:
         """Copy to the device the model's buffers that it lacks, or that the user has changed on the host."""
         contents = self._contents
-        for name in self._binding.buffers:
+        for name in self._shapes.own.binding.buffers:
             own = self._host.buffers[name]
             seen = (own.data_ptr(), version_of(own))
             if name not in contents.model_buffers or self._seen_buffers.get(name) != seen:
@@ -91,11 +91,11 @@ class Computes:
         self._draws.after_all()
         found = []
         for slot in range(self._last + 1):
-            batch = self._contents.of(slot)
+            batch, binding = self._contents.of(slot), self._shapes.binding(slot)
             outputs, batch.outputs = batch.outputs, {}
-            for name in self._binding.outputs:
+            for name in binding.outputs:
                 if name not in outputs:
-                    outputs[name] = batch.shared[name] if name in batch.shared else self._binding.constants[name]
+                    outputs[name] = batch.shared[name] if name in batch.shared else binding.constants[name]
             found.append(outputs)
         self._give_way(output for outputs in found for output in outputs.values())
         return found
@@ -108,12 +108,14 @@ class Computes:
         for output in outputs:
             arena.fix(output)
         if USER in self._schedule.computes:
-            arena.room((self._schedule.computes[USER].rise_bytes,))
+            users = ((str(ComputeName(USER, slot=slot)), slot) for slot in range(self._last + 1))
+            arena.room((max(self._shapes.spec(*user).rise_bytes for user in users),))
 
     def _start(self, slot: int) -> None:
         if slot == 0:
             self._draws.foresee(len(self.batches))
-        start, ledger, batch = self._binding.start, self._device.ledger, self._contents.of(slot)
+        binding, ledger, batch = self._shapes.binding(slot), self._device.ledger, self._contents.of(slot)
+        start = binding.start
         batch_bytes: dict[str, int] = {}
         for name, tensor in zip(start.batch, self.batches[slot]):
             if name is not None and tensor is not None:
@@ -125,19 +127,20 @@ class Computes:
         registers: list[Any] = [None] * start.program.n_registers
         given: dict[int, int] = {}
         for port in start.inputs:
-            registers[port.register] = self._read(port, batch)
+            registers[port.register] = self._read(port, batch, binding)
             if port.storage in start.program.given:
                 given[port.storage] = batch_bytes[port.name]
         for name in batch_bytes:
-            if name not in self._binding.shared_item:
+            if name not in binding.shared_item:
                 batch.shared.pop(name)
         run(start.program, registers, ledger, given, self._device.arena)
         for port in start.results:
             batch.shared[port.name] = registers[port.register]
 
     def _forward_block(self, index: int, slot: int) -> None:
-        block, contents, batch = self._binding.blocks[index], self._contents, self._contents.of(slot)
-        registers = self._registers(block, block.forward.n_registers, batch)
+        binding, contents, batch = self._shapes.binding(slot), self._contents, self._contents.of(slot)
+        block = binding.blocks[index]
+        registers = self._registers(binding, index, block.forward.n_registers, batch)
         self._draws.before(index, slot)
         live = run(block.forward, registers, self._device.ledger, {}, self._device.arena)
         for port in block.writes:
@@ -147,22 +150,23 @@ class Computes:
             self._device.ledger.freed(live.pop(port.storage))
         for port in block.results:
             batch.values[port.name] = Buffer({"": registers[port.register]})
-            if port.name in self._binding.outputs:
+            if port.name in binding.outputs:
                 batch.outputs[port.name] = registers[port.register]
-                if not self._on_host and port.name in self._binding.value_item:
-                    contents.returned[self._binding.value_item[port.name].at(slot)] = registers[port.register]
+                if not self._on_host and port.name in binding.value_item:
+                    contents.returned[binding.value_item[port.name].at(slot)] = registers[port.register]
         saved = batch.saved[index] = Saved()
         for storage, views in {**block.kept, **block.offloaded}.items():
             saved.registers |= {r: registers[r] for r in views}
             saved.storage_bytes[storage] = live[storage]
 
     def _backward_block(self, compute: ComputeName, index: int, slot: int) -> None:
-        block, batch = self._binding.blocks[index], self._contents.of(slot)
+        binding, batch = self._shapes.binding(slot), self._contents.of(slot)
+        block = binding.blocks[index]
         saved = batch.saved.pop(index)
         copies = batch.values.pop(items.offloaded(index).at(slot), None)
         if copies is not None:
             copies.settle()
-        registers = self._registers(block, block.backward.n_registers, batch)
+        registers = self._registers(binding, index, block.backward.n_registers, batch)
         for port in block.results:
             buffer = batch.values.get(port.name)
             if buffer is not None:
@@ -179,7 +183,7 @@ class Computes:
             given[port.storage] = batch.grads[port.name].untyped_storage().nbytes()
             registers[port.register] = batch.grads.pop(port.name)
         live = run(block.backward, registers, self._device.ledger, given, self._device.arena)
-        spec = self._schedule.computes[str(compute)]
+        spec = self._shapes.spec(str(compute), slot)
         for port in block.grads:
             made = registers[port.register]
             if not port.name.startswith("param:"):
@@ -208,27 +212,27 @@ class Computes:
             copies.settle()
         self._device.ledger.freed(sum(saved.storage_bytes.values()))
 
-    def _registers(self, block: BlockBinding, n_registers: int, batch: OfBatch) -> list[Any]:
+    def _registers(self, binding: Binding, index: int, n_registers: int, batch: OfBatch) -> list[Any]:
         registers: list[Any] = [None] * n_registers
-        for port in block.inputs:
-            registers[port.register] = self._read(port, batch)
+        for port in binding.blocks[index].inputs:
+            registers[port.register] = self._read(port, batch, binding)
         return registers
 
-    def _read(self, port: Port, batch: OfBatch) -> torch.Tensor | None:
+    def _read(self, port: Port, batch: OfBatch, binding: Binding) -> torch.Tensor | None:
         contents = self._contents
         if port.kind == "param":
             return contents.params[port.name].read() if port.name in contents.params else None
         if port.kind == "buffer":
             return contents.model_buffers[port.name]
         if port.kind == "shared":
-            constant = self._binding.constants.get(port.name)
+            constant = binding.constants.get(port.name)
             return batch.shared.get(port.name) if constant is None else constant
         buffer = batch.values.get(port.name)
         return None if buffer is None else buffer.read()
 
     def _user(self, compute: ComputeName) -> None:
         """Take the gradients from the user's code, which has run between the forwards and the backwards."""
-        spec, arena = self._schedule.computes[str(compute)], self._device.arena
+        spec, arena = self._shapes.spec(str(compute), compute.slot), self._device.arena
         incoming = self.incoming[compute.slot]
         self._device.ledger.made(0, spec.rise_bytes)
         if arena is not None:
@@ -239,5 +243,5 @@ class Computes:
             for gradient in incoming.values():
                 arena.fix(gradient)
         for item in spec.makes:
-            self._device.ledger.add(item.kind.prefix, self._schedule.item_bytes[item])
+            self._device.ledger.add(item.kind.prefix, self._shapes.bytes_of(item))
             self._contents.of(compute.slot).grads[f"value:{item.name}"] = incoming.pop(item.name)

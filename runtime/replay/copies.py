@@ -100,23 +100,37 @@ def _start_out(world: World, target: torch.Tensor, source: torch.Tensor, after: 
 class Homes:
     """The memory that items leave to on their tiers, kept from one iteration to the next.
 
-    State: the memory by item, and the tiers' ledgers.
+    State: the memory by item, the part of it that is in use, and the tiers' ledgers.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._of: dict[Item, dict[str, torch.Tensor]] = {}
+        self._used: dict[Item, dict[str, torch.Tensor]] = {}
 
     def of(self, item: Item) -> dict[str, torch.Tensor]:
-        """Return an item's memory, by part; empty if it has none."""
-        return self._of.get(item, {})
+        """Return the memory that an item's storages have left to, by part; empty if they have not."""
+        return self._used.get(item, {})
 
-    def shared(self, item: Item, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return memory for an item's parts, at its place if it shares memory with others."""
+    def for_storages(self, item: Item, wholes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return memory for an item's storages, at its place if it shares memory with others.
+
+        Otherwise there is room for the largest batches, so that no other memory is taken for the next ones.
+
+        Parameters
+        ----------
+        wholes: storages as flat tensors of bytes.
+        """
         if self._world.shared_host.has_place(item):
-            self._of[item] = self._world.shared_host.take(item, parts)
-            return self._of[item]
-        return {key: self.fitting(item, key, part) for key, part in parts.items()}
+            self._used[item] = self._world.shared_host.take(item, wholes)
+            return self._used[item]
+        most = self._world.shapes.own.storage_bytes(item)
+        rooms = {key: torch.empty(max(whole.numel(), most.get(key, 0)), dtype=torch.uint8, device="meta")
+                 for key, whole in wholes.items()}  # fmt: skip
+        self._used[item] = {
+            key: self.fitting(item, key, rooms[key])[: whole.numel()] for key, whole in wholes.items()
+        }  # fmt: skip
+        return self._used[item]
 
     def fitting(self, item: Item, key: str, like: torch.Tensor) -> torch.Tensor:
         """Return memory for a part of an item, that of the last iteration if it has the same shape.
@@ -148,7 +162,9 @@ class Homes:
 
     def clear(self, *, files: bool = False) -> None:
         """Free the memory, in files only if asked; no copy may be under way, and none of its values still needed."""
-        for item in [one for one in self._of if files or not self._in_files(self._world.tier_of(one))]:
-            ledger, homes = self._world.tiers.get(self._world.tier_of(item)), self._of.pop(item)
+        known = {**self._of, **self._used}
+        for item in [one for one in known if files or not self._in_files(self._world.tier_of(one))]:
+            ledger, homes = self._world.tiers.get(self._world.tier_of(item)), self._of.pop(item, {})
+            self._used.pop(item, None)
             if ledger is not None:
                 ledger.freed(sum(home.nbytes for home in homes.values()))

@@ -10,9 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..ledger import Ledger
-from ..operators.draws import draw
-from .binding import Binding
-from .program import Instruction
+from .shapes import Shapes
 
 
 class Draws:
@@ -26,23 +24,21 @@ class Draws:
     several: whether steps run several micro-batches.
     """
 
-    def __init__(self, binding: Binding, ledger: Ledger, *, several: bool) -> None:
-        blocks = enumerate(binding.blocks) if several else ()
-        found = ((i, tuple(one for one in b.forward.instructions if one.target is draw)) for i, b in blocks)
-        self._drawing: dict[int, tuple[Instruction, ...]] = {i: those for i, those in found if those}
-        self._ledger = ledger
+    def __init__(self, shapes: Shapes, ledger: Ledger, *, several: bool) -> None:
+        self._draws = several and bool(shapes.own.binding.drawing)
+        self._shapes, self._ledger = shapes, ledger
         self.begins: tuple[torch.Tensor, ...] = ()
         self._states: dict[tuple[int, int], torch.Tensor] = {}
         self._end: torch.Tensor | None = None
 
     def foresee(self, slots: int) -> None:
         """Draw once, before the first forward, what the forwards of so many micro-batches will draw."""
-        if not self._drawing:
+        if not self._draws:
             return
         self._states, begins = {}, []
         for slot in range(slots):
             begins.append(torch.get_rng_state())
-            for block, drawing in self._drawing.items():
+            for block, drawing in self._shapes.binding(slot).drawing.items():
                 self._states[slot, block] = torch.get_rng_state()
                 for one in drawing:
                     size = one.target(*one.args, **one.kwargs).untyped_storage().nbytes()

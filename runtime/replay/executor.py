@@ -21,6 +21,7 @@ from .handlers import Handlers
 from .norms import Norms
 from .parking import Parked, park, unpark
 from .rescue import Rescue
+from .shapes import Shape
 from .speculation import Speculation
 from .states import States
 from .transfers import Transfers
@@ -118,27 +119,34 @@ class Executor:
         """Take the space in files for states that their first updates will make; see `States.reserve`."""
         self._by_kind.states.reserve(forms)
 
-    def forward(self, batch: Iterable[torch.Tensor | None], number: int = 0) -> dict[str, torch.Tensor]:
+    def forward(
+        self, batch: Iterable[torch.Tensor | None], number: int = 0, shape: Shape | None = None
+    ) -> dict[str, torch.Tensor]:
         """Run the forwards of a pass of one micro-batch.
 
         Parameters
         ----------
         batch: tensors in the order of `StartBinding.batch`. number: of the pass in the update, from 0.
+        shape: of the batch; None for the schedule's own.
 
         Returns: the model's output tensors by name.
         """
-        (outputs,) = self.forwards((tuple(batch),), number)
+        (outputs,) = self.forwards((tuple(batch),), number, () if shape is None else (shape,))
         return outputs
 
-    def forwards(self, batches: Iterable[Batch], number: int = 0) -> list[dict[str, torch.Tensor]]:
+    def forwards(
+        self, batches: Iterable[Batch], number: int = 0, shapes: Sequence[Shape] = ()
+    ) -> list[dict[str, torch.Tensor]]:
         """Run the forwards of a pass, for all its micro-batches.
 
         Parameters
         ----------
         batches: of each micro-batch, as in `forward`. number: of the pass in the update, from 0.
+        shapes: of the batches; empty if all have the schedule's own.
 
         Returns: by micro-batch, the model's output tensors by name.
         """
+        self.world.shapes.begin(shapes, lambda: resident_at(self.schedule, number))
         if not self.loaded:
             self.load(number)
         self._computes.renew_buffers()

@@ -191,10 +191,11 @@ class SharedValues(Resting):
     """Values that many blocks read and that are no parameters."""
 
     def __init__(self, world: World) -> None:
-        self._contents, self._item_of = world.contents, world.binding.shared_item
+        self._contents, self._shapes = world.contents, world.shapes
 
     def release(self, item: Item) -> None:
-        for name in [name for name, own in self._item_of.items() if own == item.at(0)]:
+        shared = self._shapes.binding(item.slot).shared_item
+        for name in [name for name, own in shared.items() if own == item.at(0)]:
             self._contents.of(item.slot).shared.pop(name, None)
 
 

@@ -100,8 +100,7 @@ class _Walker:
         elif item.kind in (ItemKind.KEPT, ItemKind.OFFLOADED):
             block = self.binding.blocks[item.block]
             wanted = block.kept if item.kind is ItemKind.KEPT else block.offloaded
-            made = {s: size for step in block.forward.instructions for _, s, size in step.makes}
-            sizes = [made[storage] for storage in wanted]
+            sizes = [block.made_bytes[storage] for storage in wanted]
         else:
             sizes = [self.schedule.item_bytes[item]]
         self.items[item] = [self.make(size, fixed=fixed) for size in sizes]

@@ -18,14 +18,14 @@ class Transfers:
     """
 
     def __init__(self, world: World, handlers: Mapping[ItemKind, Handler]) -> None:
-        self._ledger, self._sizes, self._handlers = world.device.ledger, world.schedule.item_bytes, handlers
+        self._ledger, self._shapes, self._handlers = world.device.ledger, world.shapes, handlers
         self._contents = world.contents
 
     def prefetch(self, item: Item) -> None:
         """Allocate an item and start its copy to the device."""
         if self._is_missing(item):
             return
-        self._ledger.add(item.kind.prefix, self._sizes[item])
+        self._ledger.add(item.kind.prefix, self._shapes.bytes_of(item))
         self._handlers[item.kind].bring(item)
 
     def offload(self, item: Item) -> None:
@@ -38,7 +38,7 @@ class Transfers:
         if self._is_missing(item):
             return
         self._handlers[item.kind].release(item)
-        self._ledger.remove(item.kind.prefix, self._sizes[item])
+        self._ledger.remove(item.kind.prefix, self._shapes.freed_bytes(item))
 
     def _is_missing(self, item: Item) -> bool:
         """Return whether an item is the gradient of a micro-batch that is left out."""
@@ -46,4 +46,4 @@ class Transfers:
 
     def count(self, item: Item) -> None:
         """Count an item that is on the device already as if it had been brought."""
-        self._ledger.add(item.kind.prefix, self._sizes[item])
+        self._ledger.add(item.kind.prefix, self._shapes.bytes_there(item))

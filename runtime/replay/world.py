@@ -14,6 +14,7 @@ from ..ledger import Ledger
 from ..memory.updated import Updated
 from .binding import Binding, HostState, Update
 from .contents import Contents
+from .shapes import Shape, Shapes
 from .shared_host import SharedHost
 
 
@@ -23,7 +24,7 @@ class World:
 
     Parameters
     ----------
-    schedule, binding: the actions, and their tensors.
+    schedule, binding: the actions, and their tensors, for the largest batches that they serve.
     host: parameters, buffers and optimizer states.
     device: the device; its ledger counts every byte.
     update: the optimizer's update of one tensor; None if the user's code updates.
@@ -43,6 +44,11 @@ class World:
     def tiers(self) -> dict[str, Ledger]:
         """The ledgers, by name, of tiers besides device and host, each with its capacity as the limit."""
         return {tier.name: Ledger(tier.capacity_bytes) for tier in self.schedule.rates.tiers}
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """The shapes of the micro-batches of the pass that runs."""
+        return Shapes(Shape(self.schedule, self.binding))
 
     @cached_property
     def shared_host(self) -> SharedHost:

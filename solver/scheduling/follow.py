@@ -11,6 +11,9 @@ from ..schedule import Kind, Schedule
 from .computes import compute_specs, item_sizes
 from .validate import ScheduleError, validate
 
+# What two schedules with the same actions have in common, whatever the sizes of their batches.
+_SAME = ("forward", "backward", "turn_around", "lead", "resident", "options", "homes", "per_step", "last_per_step")
+
 
 def follow(schedule: Schedule, problem: Problem) -> Schedule | None:
     """Return the schedule that takes the same actions for a problem with the same blocks and tensors.
@@ -40,6 +43,24 @@ def follow(schedule: Schedule, problem: Problem) -> Schedule | None:
     except ScheduleError:
         return None
     return followed
+
+
+def serves(schedule: Schedule, other: Schedule) -> bool:
+    """Return whether all that another schedule does fits into a schedule's memory, action by action.
+
+    Then micro-batches of both kinds may even run side by side, in different slots of the same steps.
+
+    Parameters
+    ----------
+    other: for other batches of the same model.
+    """
+    if any(getattr(schedule, part) != getattr(other, part) for part in _SAME) or (
+        schedule.item_bytes.keys() != other.item_bytes.keys() or schedule.computes.keys() != other.computes.keys()
+    ):
+        return False
+    rises = ((spec.rise_bytes, other.computes[name].rise_bytes) for name, spec in schedule.computes.items())
+    sizes = ((size, other.item_bytes[item]) for item, size in schedule.item_bytes.items())
+    return all(own >= its for own, its in (*sizes, *rises))
 
 
 def _sizes(schedule: Schedule, problem: Problem) -> dict[Item, int]:

@@ -1,0 +1,82 @@
+"""A plan that takes the decisions of another batch's plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..capture.model import structure
+from ..errors import PlanFileError
+from ..lowering.problem import Lowered
+from ..lowering.stored import StoredClass
+from ..machines.links import LinkRates
+from ..plans.plan import Plan
+from ..profile.figures import measure
+from ..solver.scheduling.follow import follow
+from .low_precision import of_plan
+from .refusal import block_rows
+from .request import Prepared
+from .restore import kernel_bytes, restore_class
+from .subject import Subject, fixed_bytes, in_low, lower, with_steps
+
+
+def follow_plan(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered] | None:
+    """Reuse the decisions of a larger batch's plan: bytes and seconds are measured anew, nothing is solved.
+
+    Parameters
+    ----------
+    near: such plans, of which the first suitable one is taken.
+
+    Returns: the plan with its programs; None if no plan's decisions can be taken.
+    """
+    request = subject.request
+    for known in near:
+        try:
+            subject = in_low(subject, of_plan(known.plan, subject.traced))
+        except PlanFileError:  # that batch was under another autocast
+            continue
+        traced = subject.traced
+        own = structure(traced)
+        taken = {b.key: key for b, key in zip(traced.blocks, known.keys)}
+        if known.structure != own or any(taken[b.key] != key for b, key in zip(traced.blocks, known.keys)):
+            continue
+        _, costs = measure(subject.model, subject.args, subject.kwargs, traced, subject.say, request.device)
+        options = {key: known.plan.classes[old].options for key, old in taken.items()}
+        classes = {b.key: restore_class(b, options[b.key], costs[b.key]) for b in traced.blocks}
+        unknown = LinkRates(1.0, 1.0, 1.0)
+        larger = known.plan.problem
+        if larger is None:
+            continue
+        lowered, held = lower(with_steps(subject, larger), classes, costs[""], {}, unknown)
+        unchanged = known.plan.fixed_bytes - known.plan.allocator_bytes
+        fixed = held + unchanged - fixed_bytes(subject.model, known.captured, {})
+        if [g.uses for g in larger.groups] != [g.uses for g in lowered.problem.groups]:
+            continue
+        # The same parameters: only blocks and values depend on the batch.
+        problem = replace(
+            lowered.problem,
+            groups=larger.groups,
+            rates=larger.rates,
+            gate_s=larger.gate_s,
+            device_budget_bytes=max(0, request.budget_bytes - fixed),
+        )
+        schedule = follow(known.plan.schedule, problem)
+        if schedule is None:
+            continue
+        plan = replace(
+            known.plan,
+            schedule=schedule,
+            problem=problem,
+            classes={key: StoredClass(o, kernel_bytes(costs[key])) for key, o in options.items()}
+            | {"": StoredClass((), kernel_bytes(costs[""]))},
+            blocks=block_rows(lowered, schedule),
+            budget_bytes=request.budget_bytes,
+            fixed_bytes=fixed,
+            allocator_bytes=request.margin_bytes,
+            lower_bound_s=0.0,
+            gap=0.0,
+            status="takes the decisions of a larger batch's plan",
+            user_bytes=request.user_bytes or 0,
+            from_cache=False,
+        )
+        return plan, lowered
+    return None

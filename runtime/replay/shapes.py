@@ -1,0 +1,94 @@
+"""The shapes of a pass's micro-batches: the programs that run for each of them, and the bytes of what these make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ...solver.items import Item, ItemKind
+from ...solver.schedule import ComputeSpec, Schedule
+from ...solver.scheduling.follow import serves
+from .binding import Binding
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What the actions of a schedule work on for batches of one shape.
+
+    Parameters
+    ----------
+    schedule: takes the same actions, with the bytes of batches of this shape in all slots. binding: its programs.
+    """
+
+    schedule: Schedule
+    binding: Binding
+
+    def serves(self, other: Shape) -> bool:
+        """Return whether an executor for this shape has the memory for batches of another one, at any moment."""
+        return serves(self.schedule, other.schedule) and all(
+            own.made_bytes[storage] >= its.made_bytes[storage]
+            for own, its in zip(self.binding.blocks, other.binding.blocks)
+            for storage in own.offloaded
+        )
+
+    def storage_bytes(self, item: Item) -> dict[str, int]:
+        """Return the bytes of each storage of a value, of its gradient, or of the values that a block offloads."""
+        if item.kind is not ItemKind.OFFLOADED:
+            return {"": self.schedule.item_bytes[item]}
+        block = self.binding.blocks[item.block]
+        return {str(storage): block.made_bytes[storage] for storage in block.offloaded}
+
+
+class Shapes:
+    """The shapes of the micro-batches of the pass that runs, by slot.
+
+    State: `_now`, those of that pass; `_before`, the bytes of items of the pass before that are still on the device.
+    Changed by the executor alone.
+
+    Parameters
+    ----------
+    own: the shape for which the schedule was made, the largest one. Micro-batches have it if nothing else is said.
+    """
+
+    def __init__(self, own: Shape) -> None:
+        self.own = own
+        self._now: tuple[Shape, ...] = ()
+        self._before: dict[Item, int] = {}
+
+    def begin(self, shapes: Sequence[Shape], resident: Callable[[], Iterable[Item]]) -> None:
+        """Note the shapes of the pass that begins.
+
+        Parameters
+        ----------
+        shapes: by slot; empty if all micro-batches have the schedule's own. resident: lists the items with which the
+            pass starts.
+        """
+        now = () if all(one is self.own for one in shapes) else tuple(shapes)
+        items = resident() if now != self._now else ()
+        self._before = {item: self.bytes_of(item) for item in items if item.kind.by_batch}
+        self._now = now
+
+    def of(self, slot: int) -> Shape:
+        """Return the shape of a slot's micro-batch."""
+        return self._now[slot] if slot < len(self._now) else self.own
+
+    def binding(self, slot: int) -> Binding:
+        """Return the programs of a slot's micro-batch."""
+        return self.of(slot).binding
+
+    def spec(self, compute: str, slot: int) -> ComputeSpec:
+        """Return the specification of a slot's compute."""
+        return self.of(slot).schedule.computes[compute]
+
+    def bytes_of(self, item: Item) -> int:
+        """Return an item's bytes."""
+        shape = self.of(item.slot) if item.kind.by_batch else self.own
+        return shape.schedule.item_bytes[item]
+
+    def bytes_there(self, item: Item) -> int:
+        """Return the bytes of an item with which the pass starts."""
+        return self._before.get(item, self.bytes_of(item))
+
+    def freed_bytes(self, item: Item) -> int:
+        """Return the bytes of an item that is released, which the pass before may have made."""
+        return self._before.pop(item, self.bytes_of(item))
