@@ -1,11 +1,13 @@
 """Micro-batches of an update block by block and one after the other, measured on the emulated device with a slow link.
 
-`python -m benchmarks.by_block [--updates N] [--micro-batches N] [--slower N] [--budget SHARE] [--json FILE]` trains two
-copies of a small Llama, with updates of the two in turn. Parameters matter more than activations there, and the device
-holds a part of them. The link and the host's updates are an RTX 3090's, so many times slower: a copy, or an update,
-waits until it has taken its time. Both plans rest on the same seconds and know those rates, and that copies and host
-updates run beside the computes. Nothing is clipped, so that the update of the one waits for no gate. A measured update
-ends when everything under way has ended, which a predicted one need not.
+`python -m benchmarks.by_block [--updates N] [--micro-batches N] [--shortest N] [--slower N] [--budget SHARE] [--json
+FILE]` trains two copies of a small Llama, with updates of the two in turn. Parameters matter more than activations
+there, and the device holds a part of them. With `--shortest`, the lengths of an update's micro-batches are spread
+evenly, from the longest to that many tokens, as where a collator pads to the longest text of a batch. The link and the
+host's updates are an RTX 3090's, so many times slower: a copy, or an update, waits until it has taken its time. Both
+plans rest on the same seconds and know those rates, and that copies and host updates run beside the computes. Nothing
+is clipped, so that the update of the one waits for no gate. A measured update ends when everything under way has ended,
+which a predicted one need not.
 """
 
 from __future__ import annotations
@@ -38,37 +40,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--updates", type=int, default=8, metavar="N", help="measured updates of each (default: 8)")
     parser.add_argument("--micro-batches", type=int, default=8, metavar="N", help="of an update (default: 8)")
+    parser.add_argument("--shortest", type=int, default=TOKENS, metavar="N", help="tokens of a batch (default: all)")
     parser.add_argument("--slower", type=float, default=20.0, metavar="N", help="than an RTX 3090 (default: 20)")
     parser.add_argument("--budget", type=float, default=0.2, metavar="SHARE", help="of all training bytes (0.2)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = measured(arguments.updates, arguments.micro_batches, arguments.slower, arguments.budget)
-    title = (
-        f"{arguments.micro_batches} micro-batches, link and host {arguments.slower:g} times slower than an RTX 3090's"
-    )
+    lengths = _lengths(arguments.micro_batches, arguments.shortest)
+    found = measured(arguments.updates, lengths, arguments.slower, arguments.budget)
+    tokens = f"{lengths[0]} to {lengths[-1]}" if lengths[-1] < lengths[0] else f"{lengths[0]}"
+    slower = f"link and host {arguments.slower:g} times slower than an RTX 3090's"
+    title = f"{arguments.micro_batches} micro-batches of {tokens} tokens, {slower}"
     show(title, found["rows"])
     print(", ".join(f"{name} {value}" for name, value in found.items() if name != "rows"))
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine()} | found, indent=1) + "\n")
 
 
-def measured(n_updates: int, micro_batches: int, slower: float, budget: float) -> dict[str, Any]:
+def _lengths(micro_batches: int, shortest: int) -> list[int]:
+    """Return lengths from TOKENS to the shortest one, spread evenly."""
+    steps = max(1, micro_batches - 1)
+    return [TOKENS - (TOKENS - shortest) * i // steps for i in range(micro_batches)]
+
+
+def measured(n_updates: int, lengths: list[int], slower: float, budget: float) -> dict[str, Any]:
     """Measure updates in turn.
 
     Parameters
     ----------
-    n_updates: measured updates of each, after WARM_UP that are not. budget: share of all training bytes.
+    n_updates: measured updates of each, after WARM_UP that are not. lengths: tokens of each micro-batch, of which the
+        first one has the most. budget: share of all training bytes.
 
     Returns: a row per order with predicted and measured seconds; the ratios of the medians and of the predictions;
     whether losses are equal.
     """
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(VOCAB, (1, TOKENS), generator=generator) for _ in range(micro_batches)]
+    ids = [torch.randint(VOCAB, (1, tokens), generator=generator) for tokens in lengths]
     batches = [{"input_ids": one, "labels": one.clone()} for one in ids]
     with slowed(slower) as host_bytes_per_s:
-        plans = _plans(batches[0], micro_batches, budget, host_bytes_per_s)
-        trained = {order: _compiled(plan, order, micro_batches) for order, plan in plans.items()}
+        plans = _plans(batches[0], len(lengths), budget, host_bytes_per_s)
+        trained = {order: _compiled(plan, order, len(lengths)) for order, plan in plans.items()}
         seconds, losses = _alternate(trained, batches, WARM_UP + n_updates)
     medians = {order: statistics.median(times) for order, times in seconds.items()}
     rows = [

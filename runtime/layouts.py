@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -68,3 +68,19 @@ def meta_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without memory that has the same shape, strides, offset and dtype."""
     whole = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
     return on_storage(whole, tensor)
+
+
+def same_tensors(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether tensors have the same names, layouts and bits, so that those of one mapping serve for both."""
+    return own.keys() == other.keys() and all(_same(own[name], other[name]) for name in own)
+
+
+def _same(own: torch.Tensor, other: torch.Tensor) -> bool:
+    if own is other:
+        return True
+    strided = own.layout is other.layout is torch.strided
+    return strided and _described(own) == _described(other) and torch.equal(storage_view(own), storage_view(other))
+
+
+def _described(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.device, type(tensor)

@@ -76,6 +76,9 @@ def follow_plan(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Low
             gap=0.0,
             status="takes the decisions of a larger batch's plan",
             user_bytes=request.user_bytes or 0,
+            other_order=None,  # what the other plan says of its own batch
+            break_even=None,
+            accumulation=(),
             from_cache=False,
         )
         return plan, lowered

@@ -18,7 +18,7 @@ from ..optim.state_bytes import state_parts
 from ..optim.updater import Updater
 from ..plans.plan import Plan
 from ..runtime.memory.changes import Rehearsal
-from ..runtime.memory.reserve import MemoryLayout, Reserved, make_pockets, reserve
+from ..runtime.memory.reserve import MemoryLayout, Reserved, make_pockets, reserve, serves
 from ..runtime.memory.updated import Updated
 from ..runtime.replay.rehearsal import rehearse
 from ..runtime.torch_names import trees as pytree
@@ -73,6 +73,13 @@ def fitted(
             break
     works = _seen_to_work(device, rehearsals(prepared, model, updated), found.needed_bytes)
     raise _refusal(budget_bytes, works or found.needed_bytes, plan)
+
+
+def has_place(
+    place: MemoryLayout, prepared: Prepared, model: torch.nn.Module, updater: Updater | None, device: torch.device
+) -> bool:
+    """Return whether the iterations of a plan can be held in the layout of another one, whose actions it takes."""
+    return serves(place, rehearsals(prepared, model, holdings(model, updater, device, prepared.low)))
 
 
 def _least_that_works(

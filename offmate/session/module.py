@@ -120,8 +120,9 @@ class Handle:
 
         With `accumulation_steps=`, the micro-batches of an update can then run block by block: each block's parameters
         are copied to the GPU once per update. The body of the loop stays as it is: `for batch in
-        model.offmate.batches(loader):`. Each call's arguments must be parts of its batch, or the same in all calls. A
-        group with fewer batches than an update takes runs in the usual order.
+        model.offmate.batches(loader):`. Each call's arguments must be parts of its batch, or the same in all calls. The
+        batches of an update may have different shapes. A group with fewer batches than an update takes runs in the
+        usual order.
 
         Raises: ArgumentTypeError if `loader` cannot be gone through.
         """

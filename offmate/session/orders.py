@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import ArgumentValueError, ProtocolError
+from ..errors import ArgumentValueError, OffmateError, ProtocolError
 from ..planning.orders import Compared, compared
 from ..planning.request import Request
 from ..plans.orders import way
@@ -18,6 +18,7 @@ from .choice import Choice
 from .residence import Residence
 from .together import Together
 from .variants import Call, CallKind, Variant
+from .widest import largest, widest
 
 log = logging.getLogger("offmate")
 
@@ -27,7 +28,8 @@ class Orders:
 
     State: `announced`, the batches that the loop has announced; `together`, the last update whose micro-batches ran
     block by block; `_compared`, by kind of call, the one or two numbers of micro-batches per pass that were the fastest
-    at first, so that no more plans are kept; `_said`, reasons that were logged. Changed by one thread at a time.
+    at first, so that no more plans are kept; `_unfit`, kinds of made-up calls for which there is no plan; `_said`,
+    reasons that were logged. Changed by one thread at a time.
 
     Parameters
     ----------
@@ -56,6 +58,7 @@ class Orders:
         self.together: Together | None = None
         self._said: set[str] = set()
         self._compared: dict[CallKind, tuple[int, ...]] = {}
+        self._unfit: set[CallKind] = set()
 
     @property
     def under_way(self) -> Together | None:
@@ -83,9 +86,7 @@ class Orders:
                     f'loop as "for batch in model.offmate.batches(loader):", or {self._turns.one_by_one}'
                 )
             return None
-        largest = max(self._foreseen(model, call, 1, early=False), key=lambda one: one.kind.n_elements)
-        named = self._order == "by block"
-        variant = self._planned(model, largest, self._per_pass) if named else self._fastest(model, largest)
+        variant = self._of_all(model, self._foreseen(model, call, 1, early=False))
         if variant is None:
             return None
         per_pass, early = variant.kind.together, variant.kind.early
@@ -99,16 +100,33 @@ class Orders:
         self.together = Together(variants, calls, per_pass, self._turns.one_by_one)
         return variant
 
+    def _of_all(self, model: torch.nn.Module, calls: list[Call]) -> Variant | None:
+        """Return the variant in whose steps all calls may run; None if it is to be in the usual order."""
+        choose = self._planned if self._order == "by block" else self._fastest
+        call, real = widest(calls), largest(calls)
+        if call is not real and call.kind not in self._unfit:
+            try:
+                return choose(model, call, self._per_pass)
+            except OffmateError as error:
+                log.info("no plan for batches that are as large as all of an update together: %s", error)
+                self._unfit.add(call.kind)
+        return choose(model, real, self._per_pass)
+
     def _planned(self, model: torch.nn.Module, call: Call, per_pass: int) -> Variant:
         own = replace(call, together=per_pass)
         return self._choice.variant_for(model, own, make_room=self._residence.bring_home)[0]
 
-    def _fastest(self, model: torch.nn.Module, call: Call) -> Variant | None:
-        """Return the variant that is predicted to be the fastest; None if that is the one in the usual order."""
-        known = self._compared.get(call.kind)
+    def _fastest(self, model: torch.nn.Module, call: Call, most: int) -> Variant | None:
+        """Return the variant that is predicted to be the fastest; None if that is the one in the usual order.
+
+        Parameters
+        ----------
+        most: micro-batches of a pass.
+        """
+        known = self._compared.get(call.kind) or self._compared_near(call.kind)
         found = compared(
             lambda per_pass: self._planned(model, call, per_pass).prepared.plan,
-            known or (self._per_pass, 1),
+            known or (most, 1),
             widely=known is None,
         )
         if found.cannot is not None:
@@ -122,11 +140,17 @@ class Orders:
         if not fastest or fastest[0] == 1:
             seconds = [format_seconds(plan.predicted_step_s) for plan in found.plans.values()]
             if len(fastest) > 1:
-                self._declined(f"the plans predict {seconds[1]} {way(fastest[1], self._per_pass)}, and {seconds[0]}")
+                self._declined(f"the plans predict {seconds[1]} {way(fastest[1], most)}, and {seconds[0]}")
             elif found.lacks:
                 self._declined(str(found.lacks[0]))
             return None
         return self._planned(model, call, fastest[0])  # the plan in use is the one that was asked for last
+
+    def _compared_near(self, kind: CallKind) -> tuple[int, ...] | None:
+        """Return the fastest numbers for larger calls of whose plans the decisions are taken, if there are such."""
+        buckets = self._request.config.shape_buckets
+        near = [known for known in self._compared if kind.may_follow(known, buckets)]
+        return self._compared[min(near, key=lambda known: known.n_elements)] if near else None
 
     def _note(self, variant: Variant, found: Compared) -> None:
         """Note in the fastest plan what the next one predicts."""

@@ -23,13 +23,14 @@ from ..machines.devices import accelerator, check_budget, rng_untouched, still_f
 from ..optim.state_bytes import state_forms
 from ..optim.updater import Updater
 from ..planning.forward_only import make_stream
-from ..planning.placement import fitted, pockets
+from ..planning.placement import fitted, has_place, pockets
 from ..planning.planner import make_follower, make_plan, trace_once
 from ..planning.request import Prepared, Request
 from ..plans.plan import Plan
 from ..progress import Progress
 from ..runtime.current import entered
 from ..runtime.devices.device import Device
+from ..runtime.layouts import same_tensors
 from ..runtime.memory.reserve import MemoryLayout
 from ..runtime.replay.executor import Executor
 from ..runtime.replay.gate import Clip
@@ -168,11 +169,16 @@ class Preparer:
         return self._variants.find(call.kind, [tensor for tensor in call.tensors if tensor is not None])
 
     def account_for_user_code(self) -> None:
-        """Discard a plan, and the one that it follows, if the user's code was seen to hold more than it reserves."""
+        """Discard a plan if the user's code was seen to hold more than it reserves."""
         short = self.user_code.account()
-        if short is not None:
-            self._variants.forget(short)
-            self._variants.forget(short.lead)
+        if short is None:
+            return
+        self._variants.forget(short)
+        lead = short.lead
+        if lead.followers is not None:
+            lead.followers.variants.forget(short)
+        if self.user_code.held_by(lead.kind) is None:  # it rests on the same estimate
+            self._variants.forget(lead)
 
     def _variant(self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]) -> Variant:
         variant = self.known(call)
@@ -230,7 +236,7 @@ class Preparer:
                 prepared = make_follower(model, call.args, call.kwargs, request, self._updater, say, lead.prepared)
             except (CaptureError, InfeasibleBudget):  # alone, in the usual order, it says why
                 return None
-        return None if prepared is None else _following(prepared, call, (lead,))
+        return None if prepared is None else self._following(model, prepared, call, (lead,))
 
     def reserve_states(self, variant: Variant) -> None:
         """Take the space in files for the states that the first updates of a variant will make.
@@ -271,7 +277,24 @@ class Preparer:
             if accelerator(self.request.device) is not None:
                 # A CPU rounds differently, so parameters keep the side of their first update.
                 self._kept = self._kept.joined(prepared.plan.split)
-        return _following(prepared, call, near) or self._bound(prepared, model, call, place)
+        return self._following(model, prepared, call, near) or self._bound(prepared, model, call, place)
+
+    def _following(
+        self, model: torch.nn.Module, prepared: Prepared, call: Call, near: Iterable[Variant]
+    ) -> Variant | None:
+        """Return the variant that runs a plan on the executor of one whose decisions it has taken; None if none can."""
+        where = accelerator(self.request.device)
+        for lead in (variant.lead for variant in near):
+            own = lead.shape.binding.constants
+            if not same_tensors(prepared.binding.constants, own):
+                continue  # they are on the device all the time, so that the executor would hold more
+            followed = replace(prepared, binding=replace(prepared.binding, constants=own))
+            shape = Shape(followed.plan.schedule, followed.binding)
+            if not lead.shape.serves(shape):
+                continue
+            if where is None or lead.place is None or has_place(lead.place, followed, model, self._updater, where):
+                return Variant(followed, lead.executor, call.kind, shape, followed=lead)
+        return None
 
     def _look_at_files(self) -> None:
         """Find out which parameters may come from files; all of them go into RAM of their own if it has room."""
@@ -427,32 +450,6 @@ class Preparer:
         if self._max_grad_norm is None and not self.request.measures:
             return None
         return Clip(self._max_grad_norm or math.inf, tuple(name for name, _ in model.named_parameters()))
-
-
-def _following(prepared: Prepared, call: Call, near: Iterable[Variant]) -> Variant | None:
-    """Return the variant that runs a plan on the executor of a larger one whose decisions it has taken, if one can."""
-    constants = prepared.binding.constants
-    for lead in (variant.lead for variant in near):
-        own = lead.shape.binding.constants
-        if constants.keys() != own.keys() or any(not _same(own[name], one) for name, one in constants.items()):
-            continue  # they are on the device all the time, so that the executor would hold more
-        binding = replace(prepared.binding, constants=own)
-        shape = Shape(prepared.plan.schedule, binding)
-        if lead.shape.serves(shape):
-            return Variant(replace(prepared, binding=binding), lead.executor, call.kind, shape, followed=lead)
-    return None
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two constants are the same tensor, or have the same bits and layout."""
-    if one is other:
-        return True
-    described = ((t.dtype, t.shape, t.stride(), t.device) for t in (one, other))
-    return len(set(described)) == 1 and torch.equal(_bits(one), _bits(other))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _check_weights(model: torch.nn.Module) -> None:

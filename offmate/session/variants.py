@@ -61,6 +61,19 @@ class CallKind(NamedTuple):
         """The number of elements of all tensors."""
         return sum(map(math.prod, self.shapes))
 
+    def may_follow(self, other: CallKind, buckets: tuple[int, ...]) -> bool:
+        """Return whether such calls may take the decisions for another kind of calls, which is nowhere smaller.
+
+        Parameters
+        ----------
+        buckets: sizes between which batches share decisions.
+        """
+        if self.without_shapes != other.without_shapes:
+            return False
+        sizes = [pair for own, its in zip(self.shapes, other.shapes) for pair in zip(own, its)]
+        bucket = [(bisect.bisect_left(buckets, a), bisect.bisect_left(buckets, b)) for a, b in sizes]
+        return all(a <= b for a, b in sizes) and all(a == b for a, b in bucket)
+
     @property
     def without_shapes(self) -> tuple[Any, ...]:
         """All properties with shapes replaced by their number of dimensions, and without strides and integer values."""
@@ -265,14 +278,9 @@ class Variants:
         found = [
             (known.n_elements, variant)
             for (known, *_), variant in self._known.items()
-            if kind.trains and known.without_shapes == kind.without_shapes and self._shares(kind, known)
+            if kind.trains and kind.may_follow(known, self._buckets)
         ]
         return tuple(variant for _, variant in sorted(found, key=lambda pair: pair[0]))
-
-    def _shares(self, small: CallKind, large: CallKind) -> bool:
-        sizes = [pair for a, b in zip(small.shapes, large.shapes) for pair in zip(a, b)]
-        bucket = [(bisect.bisect_left(self._buckets, a), bisect.bisect_left(self._buckets, b)) for a, b in sizes]
-        return all(a <= b for a, b in sizes) and all(a == b for a, b in bucket)
 
 
 class Followers:

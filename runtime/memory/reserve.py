@@ -31,13 +31,14 @@ class MemoryLayout:
     ----------
     segment_bytes: bytes that the allocator reserves in one piece for large tensors. reserved_bytes: all reserved bytes;
         if the allocator comes to hold more, the small pool is fragmented and has to be laid out anew. moved_bytes:
-        approximate bytes that move within the segment per iteration. updated: the optimizer's memory for each parameter
-        updated on the device.
+        approximate bytes that move within the segment per iteration. limit_bytes: the most that an iteration may have
+        the allocator reserve. updated: the optimizer's memory for each parameter updated on the device.
     """
 
     segment_bytes: int
     reserved_bytes: int
     moved_bytes: int
+    limit_bytes: int
     updated: Mapping[str, Updated] = field(default_factory=dict)
 
 
@@ -88,8 +89,18 @@ def reserve(device: torch.device, starts: tuple[Rehearsal, ...], budget_bytes: i
             most = held + found.reserved_bytes + drift
             reserved = most + _slack_bytes(budget_bytes)
             needed = min(reserved, _needed_bytes(held, starts))
-            return Reserved(reserved, needed, MemoryLayout(segment, most, found.moved_bytes))
+            return Reserved(reserved, needed, MemoryLayout(segment, most, found.moved_bytes, limit + drift))
     return Shortfall(max(_needed_bytes(held, starts), budget_bytes + 1))
+
+
+def serves(place: MemoryLayout, starts: tuple[Rehearsal, ...]) -> bool:
+    """Return whether another iteration, such as one with smaller batches, can be held in a layout.
+
+    Its tensors are smaller, but more of them may come from the pool of small ones, of which the layout has only so
+    many.
+    """
+    drift = _peaks(starts)[1] // _SMALL_SHARE
+    return _played(starts, place.segment_bytes).reserved_bytes + drift <= place.limit_bytes
 
 
 def _needed_bytes(held: int, starts: tuple[Rehearsal, ...]) -> int:

@@ -221,7 +221,7 @@ class Executor:
     def _walk(self, actions: tuple[Action, ...]) -> None:
         recorder = self.device.recorder
         if recorder is not None:
-            recorder.begin(self.schedule, actions)
+            recorder.begin(self.world.shapes.schedule, actions)
         with torch.no_grad(), without_autocast():
             for action in actions:
                 if self.on_action is not None:
@@ -231,7 +231,7 @@ class Executor:
                     self._updating = True
                 self._take(action)
         if recorder is not None:
-            recorder.end(self.schedule, actions)
+            recorder.end(self.world.shapes.schedule, actions)
 
     def _take(self, action: Action) -> None:
         handler, recorder = self._handlers[action.kind], self.device.recorder

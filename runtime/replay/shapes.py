@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...solver.items import Item, ItemKind
 from ...solver.schedule import ComputeSpec, Schedule
-from ...solver.scheduling.follow import serves
+from ...solver.scheduling.follow import serves, side_by_side
 from .binding import Binding
 
 
@@ -42,7 +42,8 @@ class Shape:
 class Shapes:
     """The shapes of the micro-batches of the pass that runs, by slot.
 
-    State: `_now`, those of that pass; `_before`, the bytes of items of the pass before that are still on the device.
+    State: `_now`, those of that pass, and its `_schedule`, once it was asked for; `_before`, the bytes of items of the
+    pass before that are still on the device.
     Changed by the executor alone.
 
     Parameters
@@ -53,6 +54,7 @@ class Shapes:
     def __init__(self, own: Shape) -> None:
         self.own = own
         self._now: tuple[Shape, ...] = ()
+        self._schedule: Schedule | None = None
         self._before: dict[Item, int] = {}
 
     def begin(self, shapes: Sequence[Shape], resident: Callable[[], Iterable[Item]]) -> None:
@@ -64,9 +66,11 @@ class Shapes:
             pass starts.
         """
         now = () if all(one is self.own for one in shapes) else tuple(shapes)
-        items = resident() if now != self._now else ()
-        self._before = {item: self.bytes_of(item) for item in items if item.kind.by_batch}
-        self._now = now
+        if now == self._now:
+            self._before = {}
+            return
+        self._before = {item: self.bytes_of(item) for item in resident() if item.kind.by_batch}
+        self._now, self._schedule = now, None
 
     def of(self, slot: int) -> Shape:
         """Return the shape of a slot's micro-batch."""
@@ -75,6 +79,15 @@ class Shapes:
     def binding(self, slot: int) -> Binding:
         """Return the programs of a slot's micro-batch."""
         return self.of(slot).binding
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule with the bytes and seconds of the micro-batches of the pass that runs, the same at each call."""
+        if self._schedule is None:
+            schedules = [shape.schedule for shape in self._now] or [self.own.schedule]
+            alike = all(one is schedules[0] for one in schedules)
+            self._schedule = schedules[0] if alike else side_by_side(self.own.schedule, schedules)
+        return self._schedule
 
     def spec(self, compute: str, slot: int) -> ComputeSpec:
         """Return the specification of a slot's compute."""

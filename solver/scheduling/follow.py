@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from ..compute_names import parse
 from ..decisions import Decisions, TensorPlan
 from ..items import Item
 from ..problem import Problem
@@ -58,9 +60,33 @@ def serves(schedule: Schedule, other: Schedule) -> bool:
         schedule.item_bytes.keys() != other.item_bytes.keys() or schedule.computes.keys() != other.computes.keys()
     ):
         return False
-    rises = ((spec.rise_bytes, other.computes[name].rise_bytes) for name, spec in schedule.computes.items())
+    peaks = ((_peak_bytes(schedule, name), _peak_bytes(other, name)) for name in schedule.computes)
     sizes = ((size, other.item_bytes[item]) for item, size in schedule.item_bytes.items())
-    return all(own >= its for own, its in (*sizes, *rises))
+    return all(own >= its for own, its in (*sizes, *peaks))
+
+
+def side_by_side(schedule: Schedule, slots: Sequence[Schedule]) -> Schedule:
+    """Return a schedule of which each slot has the bytes and seconds of another one.
+
+    Parameters
+    ----------
+    slots: by slot, schedules with the same actions; slots beyond them keep their own.
+    """
+
+    def of(slot: int) -> Schedule:
+        return slots[slot] if slot < len(slots) else schedule
+
+    return replace(
+        schedule,
+        item_bytes={item: of(item.slot if item.kind.by_batch else 0).item_bytes[item] for item in schedule.item_bytes},
+        computes={name: of(parse(name).slot).computes[name] for name in schedule.computes},
+    )
+
+
+def _peak_bytes(schedule: Schedule, compute: str) -> int:
+    """Return the most that a compute holds together with what it reads, some of which it releases before its peak."""
+    spec = schedule.computes[compute]
+    return spec.rise_bytes + sum(schedule.item_bytes[item] for item in spec.needs)
 
 
 def _sizes(schedule: Schedule, problem: Problem) -> dict[Item, int]:

@@ -65,10 +65,8 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def compiled(model: Any, budget: int = AMPLE, **more: Any) -> tuple[Any, torch.optim.Optimizer]:
     optimizer = optimizer_of(model)
-    settings = {"accumulation_steps": MICRO_BATCHES, "config": BY_BLOCK, **more}
-    return offmate.compile(
-        model, budget, optimizer=optimizer, device="emulated", cpu_budget=CPU_BUDGET, **settings
-    ), optimizer
+    settings = {"accumulation_steps": MICRO_BATCHES, "config": BY_BLOCK, "cpu_budget": CPU_BUDGET, **more}
+    return offmate.compile(model, budget, optimizer=optimizer, device="emulated", **settings), optimizer
 
 
 def trained(
@@ -223,20 +221,6 @@ def test_without_announcing_auto_stays_in_the_usual_order() -> None:
     model, optimizer = compiled(tiny(), config=Config(cache_dir=None))
     trained(model, optimizer, numbers(MICRO_BATCHES))
     assert [plan.schedule.per_step for plan in model.offmate.plans] == [1]
-
-
-def test_other_shapes_in_a_group_run_in_the_usual_order(caplog: pytest.LogCaptureFixture) -> None:
-    data = numbers(2 * MICRO_BATCHES)
-    data[2] = {name: tensor[:4] for name, tensor in data[2].items()}
-    reference = tiny()
-    theirs = adamw(reference)
-    expected = trained(reference, theirs, data)
-    model, optimizer = compiled(tiny())
-    with caplog.at_level(logging.INFO, logger="offmate"):
-        assert trained(model, optimizer, model.offmate.batches(data)) == expected
-    assert_alike(model, optimizer, reference, theirs)
-    assert "their batches have different shapes" in caplog.text
-    assert model.offmate.plan.schedule.per_step == MICRO_BATCHES, "the second group has one shape"
 
 
 def test_a_plan_is_handed_over() -> None:

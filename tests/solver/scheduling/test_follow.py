@@ -4,13 +4,14 @@ import random
 from dataclasses import replace
 
 import pytest
+from offmate.solver.fat_steps import in_passes
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem
-from offmate.solver.scheduling.follow import follow
+from offmate.solver.scheduling.follow import follow, serves, side_by_side
 from offmate.solver.simulate import memory_highs
 from offmate.solver.solve import least_budget
 
-from ..random_problems import random_problem
+from ..random_problems import gated, random_problem
 
 
 def scaled(problem: Problem, factor: int) -> Problem:
@@ -53,3 +54,49 @@ def test_other_blocks_cannot_follow():
     assert schedule is not None
     without = replace(problem, shared=problem.shared[:1])
     assert follow(schedule, without) is None
+
+
+def shrunk(problem: Problem, rng: random.Random) -> Problem:
+    """The problem for another batch, of which each value has some share of its bytes, and so has each peak."""
+
+    def smaller(part, *names):
+        return replace(part, **{name: rng.randint(1, getattr(part, name)) for name in names if getattr(part, name)})
+
+    def other(option):
+        option = smaller(option, "saved_bytes", "offloaded_bytes")
+        return replace(option, **{
+            name: rng.randint(getattr(option, name) * 3 // 4, getattr(option, name))
+            for name in ("forward_peak_bytes", "backward_peak_bytes")
+        })  # fmt: skip
+
+    return replace(
+        problem,
+        blocks=tuple(replace(b, options=tuple(map(other, b.options))) for b in problem.blocks),
+        values=tuple(smaller(v, "bytes", "grad_bytes") for v in problem.values),
+    )
+
+
+@pytest.mark.parametrize("count", [3, 5])
+@pytest.mark.parametrize("seed", range(6))
+def test_batches_side_by_side_hold_no_more_than_the_largest_ones(seed, count):
+    """At no action, in one pass or two, whichever slots they are in; and one that would is told apart."""
+    rng = random.Random(seed)
+    one = gated(random_problem(rng, update="planned"), rng, 1)
+
+    def of_all(one: Problem) -> Problem:
+        return replace(in_passes(one, count, 3), device_budget_bytes=budget)
+
+    budget = least_budget(in_passes(one, count, 3)).bytes * 5 // 4
+    found = plan(of_all(one)).schedule
+    assert found is not None
+    smaller = [follow(found, of_all(shrunk(one, rng))) for _ in range(12)]
+    may = [other for other in smaller if other is not None and serves(found, other)]
+    assert serves(found, found) and may
+    most = memory_highs(found)
+    for _ in range(10):
+        mix = side_by_side(found, [rng.choice([found, *may]) for _ in range(3)])
+        assert all(map(int.__le__, memory_highs(mix), most))
+    item = next(item for item in found.item_bytes if item.kind.by_batch)
+    larger = replace(found, item_bytes={**found.item_bytes, item: found.item_bytes[item] + 1})
+    assert not serves(found, larger) and serves(larger, found)
+    assert not serves(found, replace(found, forward=found.forward[1:]))
