@@ -40,12 +40,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--updates", type=int, default=8, metavar="N", help="measured updates of each (default: 8)")
     parser.add_argument("--micro-batches", type=int, default=8, metavar="N", help="of an update (default: 8)")
-    parser.add_argument("--shortest", type=int, default=TOKENS, metavar="N", help="tokens of a batch (default: all)")
+    parser.add_argument(
+        "--shortest", type=int, default=TOKENS, metavar="N", help=f"tokens of a batch (default: {TOKENS})"
+    )
     parser.add_argument("--slower", type=float, default=20.0, metavar="N", help="than an RTX 3090 (default: 20)")
     parser.add_argument("--budget", type=float, default=0.2, metavar="SHARE", help="of all training bytes (0.2)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if not 2 <= arguments.shortest <= TOKENS:
+        parser.error(f"--shortest is {arguments.shortest}; it must be at least 2 and at most {TOKENS}")
     lengths = _lengths(arguments.micro_batches, arguments.shortest)
     found = measured(arguments.updates, lengths, arguments.slower, arguments.budget)
     tokens = f"{lengths[0]} to {lengths[-1]}" if lengths[-1] < lengths[0] else f"{lengths[0]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -74,13 +75,19 @@ class Chain:
     only_cast: dict[fx.Node, torch.dtype]
 
 
-def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
+Cut = tuple[tuple[str, ...], ...]
+"""By block, the names of its nodes."""
+
+
+def partition(captured: Captured, trainable: frozenset[str], like: Cut = ()) -> Chain:
     """Cut the flat graph into a chain of blocks.
 
     Parameters
     ----------
     captured: the flat graph.
     trainable: placeholder names of the parameters that require a gradient.
+    like: how the graph for another batch was cut. One of the same nodes is cut in the same places, which depend on
+        sizes otherwise.
 
     Returns: the chain. Raises: CaptureError if a node writes into a parameter or an input.
     """
@@ -107,9 +114,13 @@ def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
     if not chain:
         raise CaptureError("no operation of the model depends on a parameter; there is nothing to train")
     _check_writes(captured, facts, computing)
-    cuts = _cuts(chain, facts, captured)
-    blocks = [tuple(chain[a:b]) for a, b in zip([0, *cuts], [*cuts, len(chain)])]
-    blocks = _merge_small(blocks, facts, captured)
+    if [name for block in like for name in block] == [node.name for node in chain]:
+        cuts = list(accumulate(map(len, like)))[:-1]
+        blocks = [tuple(chain[a:b]) for a, b in pairwise([0, *cuts, len(chain)])]
+    else:
+        cuts = _cuts(chain, facts, captured)
+        blocks = [tuple(chain[a:b]) for a, b in pairwise([0, *cuts, len(chain)])]
+        blocks = _merge_small(blocks, facts, captured)
     made_in = {n: i for i, block in enumerate(blocks) for n in block}
     prelude = tuple(n for n in computing if n not in chained)
     return Chain(prelude, tuple(blocks), facts, made_in, rounded, reads.only_cast())

@@ -20,7 +20,7 @@ from ..sizes import format_bytes
 from .blocks import TracedBlock, trace_blocks
 from .captured import Captured
 from .casts import Reads
-from .chain import Chain, partition, run_fake
+from .chain import Chain, Cut, partition, run_fake
 from .converted import check_converted
 from .data_dependent import named
 from .export import capture
@@ -58,6 +58,11 @@ class Traced:
     low: Mapping[str, LowPrecision] = field(default_factory=dict)
 
     @property
+    def cut(self) -> Cut:
+        """How it was cut into blocks."""
+        return tuple(tuple(node.name for node in block) for block in self.chain.blocks)
+
+    @property
     def differentiated(self) -> frozenset[str]:
         """The names of the output nodes that receive a gradient from the user's backward."""
         return frozenset(self.incoming)
@@ -72,13 +77,14 @@ def trace_model(
     say: Progress,
     real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     device: torch.device | None = None,
+    like: Cut = (),
 ) -> Traced:
     """Capture a model and trace its block classes.
 
     Parameters
     ----------
     gradients: whether a backward is wanted. say: reports progress.
-    real, device: as in `capture`.
+    real, device: as in `capture`. like: as in `partition`.
     """
     say("capturing the model", 0.0)
     (check_layers if gradients else check_fast_path)(model)
@@ -97,7 +103,7 @@ def trace_model(
     part_heads(captured.graph, trainable)
     say("tracing blocks", 0.0)
     with named():
-        chain = partition(captured, trainable)
+        chain = partition(captured, trainable, like)
     check_shared_buffers(model, captured, chain, gradients)
     castable = _convertible(model, captured, chain.only_cast) if gradients else {}
     _advise(model, castable)

@@ -51,6 +51,7 @@ def fingerprint_of(
         parts += ("together", request.per_step) if request.per_step > 1 else ()
         parts += ("last", request.last_per_step) if request.last_per_step else ()
         parts += ("measures",) if request.measures else ()
+        parts += ("spare", request.spare_bytes) if request.spare_bytes else ()
         if request.files is not None:  # a rate that was measured here is a figure like those of links
             rate = request.files.read_bytes_per_s if machine is not None else None
             parts += (sorted(request.files.names), rate, request.files.buffers_bytes)

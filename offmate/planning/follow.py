@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from ..capture.model import structure
+from ..capture.model import Traced, structure
 from ..errors import PlanFileError
 from ..lowering.problem import Lowered
 from ..lowering.stored import StoredClass
 from ..machines.links import LinkRates
 from ..plans.plan import Plan
 from ..profile.figures import measure
+from ..programs.programs import NodeCost
 from ..solver.scheduling.follow import follow
 from .low_precision import of_plan
 from .refusal import block_rows
@@ -19,16 +21,30 @@ from .restore import kernel_bytes, restore_class
 from .subject import Subject, fixed_bytes, in_low, lower, with_steps
 
 
-def follow_plan(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered] | None:
+@dataclass
+class Seen:
+    """What was seen of a batch that is to take the decisions of one plan, and of another one if those do not suit.
+
+    Parameters
+    ----------
+    trace: gives the traced model, None before the first trace. costs: by the structure of the traced model, what its
+        operators take.
+    """
+
+    trace: Callable[[], Traced] | None = None
+    costs: dict[str, dict[str, dict[str, NodeCost]]] = field(default_factory=dict)
+
+
+def follow_plan(subject: Subject, near: tuple[Prepared, ...], seen: Seen | None = None) -> tuple[Plan, Lowered] | None:
     """Reuse the decisions of a larger batch's plan: bytes and seconds are measured anew, nothing is solved.
 
     Parameters
     ----------
-    near: such plans, of which the first suitable one is taken.
+    near: such plans, of which the first suitable one is taken. seen: what was seen of this batch before.
 
     Returns: the plan with its programs; None if no plan's decisions can be taken.
     """
-    request = subject.request
+    request, seen = subject.request, seen or Seen()
     for known in near:
         try:
             subject = in_low(subject, of_plan(known.plan, subject.traced))
@@ -39,7 +55,11 @@ def follow_plan(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Low
         taken = {b.key: key for b, key in zip(traced.blocks, known.keys)}
         if known.structure != own or any(taken[b.key] != key for b, key in zip(traced.blocks, known.keys)):
             continue
-        _, costs = measure(subject.model, subject.args, subject.kwargs, traced, subject.say, request.device)
+        if own not in seen.costs:
+            _, seen.costs[own] = measure(
+                subject.model, subject.args, subject.kwargs, traced, subject.say, request.device
+            )  # fmt: skip
+        costs = seen.costs[own]
         options = {key: known.plan.classes[old].options for key, old in taken.items()}
         classes = {b.key: restore_class(b, options[b.key], costs[b.key]) for b in traced.blocks}
         unknown = LinkRates(1.0, 1.0, 1.0)

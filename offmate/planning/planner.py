@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..capture.arrivals import arrivals
+from ..capture.chain import Cut
 from ..capture.model import Traced, in_low_precision, structure, trace_model
 from ..errors import InfeasibleBudget, PlanFileError
 from ..files import keep
@@ -33,7 +34,7 @@ from .accumulation import planned_with_fewest
 from .describe import described
 from .elsewhere import as_elsewhere
 from .fingerprint import differences, fingerprint_of
-from .follow import follow_plan
+from .follow import Seen, follow_plan
 from .garbage import fewer_collections
 from .low_precision import Low, always_tried, copies_on_host, of_plan, possible, words_of
 from .orders import check_together
@@ -96,20 +97,22 @@ def make_follower(
     updater: Updater | None,
     say: Progress,
     lead: Prepared,
+    seen: Seen,
 ) -> Prepared | None:
     """Plan an iteration that takes the decisions of another batch's plan, whatever another search would find.
 
     Parameters
     ----------
-    model, args, kwargs, request, updater, say: as in `make_plan`. lead: the other plan.
+    model, args, kwargs, request, updater, say: as in `make_plan`. lead: the other plan. seen: what was seen of this
+        batch before.
 
     Returns: the plan, bound to the model's tensors; None if this batch cannot take these decisions.
     Raises: CaptureError.
     """
     start = time.perf_counter()
-    traced = trace_model(model, args, kwargs, request.config, True, say, device=accelerator(request.device))
-    subject = _subject(model, args, kwargs, traced, request, updater, None, say)
-    followed = follow_plan(subject, (lead,))
+    seen.trace = seen.trace or trace_once(model, args, kwargs, request, say, lead.cut)
+    subject = _subject(model, args, kwargs, seen.trace(), request, updater, None, say)
+    followed = follow_plan(subject, (lead,), seen)
     if followed is None:
         return None
     plan = replace(followed[0], fingerprint=_known_as(subject)[0], plan_s=time.perf_counter() - start)
@@ -141,7 +144,9 @@ def _bound(subject: Subject, plan: Plan, lowered: Lowered) -> Prepared:
     binding = bind(traced.captured, lowered, plan.schedule.options)
     keys = tuple(b.key for b in traced.blocks)
     arrive = arrivals(traced.blocks, traced.captured.params)
-    return Prepared(traced.captured, plan, binding, _gradient_like(traced), arrive, keys, structure(traced), traced.low)
+    return Prepared(
+        traced.captured, plan, binding, _gradient_like(traced), arrive, keys, traced.cut, structure(traced), traced.low
+    )
 
 
 def _known_as(subject: Subject) -> list[str]:
@@ -200,11 +205,23 @@ def _planned(
 
 
 def trace_once(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request, say: Progress
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request: Request,
+    say: Progress,
+    like: Cut = (),
 ) -> Callable[[], Traced]:
-    """Return a function that traces a model once, for all plans of one batch: no budget enters."""
+    """Return a function that traces a model once, for all plans of one batch: no budget enters.
+
+    Parameters
+    ----------
+    like: how the graph of a batch was cut whose decisions may be taken.
+    """
     where = accelerator(request.device)
-    return functools.cache(lambda: trace_model(model, args, kwargs, request.config, True, say, device=where))
+    return functools.cache(
+        lambda: trace_model(model, args, kwargs, request.config, True, say, device=where, like=like)
+    )  # fmt: skip
 
 
 def _path(request: Request, fingerprint: str) -> Path | None:
@@ -335,7 +352,7 @@ def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Low
         blocks=block_rows(lowered, found.schedule),
         budget_bytes=request.budget_bytes,
         fixed_bytes=fixed,
-        least_budget_bytes=least.bytes + fixed,
+        least_budget_bytes=least.bytes + fixed + request.spare_bytes,
         lower_bound_s=found.solution.lower_bound_s,
         gap=found.solution.gap,
         status=found.solution.status.value,

@@ -9,6 +9,7 @@ import torch
 
 from ..capture.arrivals import Arrivals
 from ..capture.captured import Captured
+from ..capture.chain import Cut
 from ..capture.spec import LowPrecision
 from ..config import Config
 from ..lowering.frozen_files import FrozenFiles
@@ -33,6 +34,8 @@ class Request(InPasses):
     measures: whether the norm of all gradients is measured, without anything waiting for it.
     scales: whether losses are scaled, so that an update may be skipped.
     margin_bytes: the part of the budget that is left to the device's allocator.
+    spare_bytes: the part of the budget that is left to batches of other shapes, whose kernels may hold more although
+        they are smaller.
     files: frozen parameters that may come from files where the host budget is short of room; None if there are none.
     storage: files that optimizer states and activations may leave to; None if no storage paths were named.
     """
@@ -52,6 +55,7 @@ class Request(InPasses):
     measures: bool = False
     scales: bool = False
     margin_bytes: int = 0
+    spare_bytes: int = 0
     files: FrozenFiles | None = None
     storage: StateFiles | None = None
 
@@ -96,8 +100,9 @@ class Prepared:
     Parameters
     ----------
     gradient_like: per output that receives a gradient from the user, a meta tensor laid out like that gradient.
-    arrivals: of the gradients in plain PyTorch. keys: class of every block. structure: that of the traced model without
-        sizes; "" if no other plan may reuse the decisions. low: parameters that move in a lower precision.
+    arrivals: of the gradients in plain PyTorch. keys: class of every block. cut: how the graph was cut into them.
+    structure: that of the traced model without sizes; "" if no other plan may reuse the decisions. low: parameters that
+        move in a lower precision.
     """
 
     captured: Captured
@@ -106,5 +111,6 @@ class Prepared:
     gradient_like: dict[str, torch.Tensor]
     arrivals: Arrivals = field(default_factory=Arrivals)
     keys: tuple[str, ...] = ()
+    cut: Cut = ()
     structure: str = ""
     low: Mapping[str, LowPrecision] = field(default_factory=dict)

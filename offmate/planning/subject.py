@@ -173,7 +173,7 @@ def lower(
     captured = traced.captured
     prelude = lower_prelude(captured, traced.chain, traced.blocks, prelude_costs)
     fixed = fixed_bytes(subject.model, captured, updates) + request.margin_bytes
-    if request.budget_bytes <= fixed:
+    if request.budget_bytes <= fixed + request.spare_bytes:
         raise InfeasibleBudget(
             f"a budget of {format_bytes(request.budget_bytes)} is too small for the model's buffers and the "
             f"optimizer's scalars, {format_bytes(fixed)}; raise gpu_budget",
@@ -200,7 +200,7 @@ def lower(
         lowered = lowering.problem(
             rates,
             shared_cores=request.device == "emulated",
-            device_budget_bytes=request.budget_bytes - fixed,
+            device_budget_bytes=request.budget_bytes - fixed - request.spare_bytes,
             host_budget_bytes=request.host_budget_bytes,
             update="planned" if subject.updater is not None else "external",
             user_bytes=request.user_bytes or 0,

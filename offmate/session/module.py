@@ -83,7 +83,7 @@ class Handle:
         This is the split of the plans so far. For parameters that they do not update, and before the first batch, it is
         that of loaded plans, a given plan or `Config(updates=...)`.
         """
-        return self._session.preparer.split
+        return self._session.preparer.maker.split
 
     def save_plans(self, folder: str | os.PathLike[str]) -> None:
         """Write the plans for training and the split of updates into a folder, for `load_plans` in a later run."""
@@ -112,8 +112,8 @@ class Handle:
             except PlanFileError as error:
                 log.warning("an earlier plan is ignored: %s", error)
                 continue
-            self._session.preparer.use_earlier(plan)
-        self._session.preparer.keep_split(split)
+            self._session.preparer.maker.use_earlier(plan)
+        self._session.preparer.maker.keep_split(split)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Go through a loader's batches, and let the plan know those of an update before its first forward.

@@ -7,20 +7,25 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import ArgumentValueError, OffmateError, ProtocolError
+from ..errors import ArgumentValueError, InfeasibleBudget, OffmateError, ProtocolError
+from ..planning.follow import Seen
 from ..planning.orders import Compared, compared
 from ..planning.request import Request
 from ..plans.orders import way
 from ..plans.plan import Plan
 from ..reports.units import format_seconds
+from ..sizes import format_bytes
 from .announced import Announced
 from .choice import Choice
 from .residence import Residence
 from .together import Together
-from .variants import Call, CallKind, Variant
+from .variants import Call, CallKind, Unfit, Variant
 from .widest import largest, widest
 
 log = logging.getLogger("offmate")
+
+_PLANS = 3  # made at most until one leaves enough to batches of other shapes
+_ROOM_PERCENT = 125  # of what they were seen to need, so that the next shape does not need another plan
 
 
 class Orders:
@@ -28,8 +33,9 @@ class Orders:
 
     State: `announced`, the batches that the loop has announced; `together`, the last update whose micro-batches ran
     block by block; `_compared`, by kind of call, the one or two numbers of micro-batches per pass that were the fastest
-    at first, so that no more plans are kept; `_unfit`, kinds of made-up calls for which there is no plan; `_said`,
-    reasons that were logged. Changed by one thread at a time.
+    at first, so that no more plans are kept; `_unfit`, kinds of made-up calls for which there is no plan;
+    `_too_much_bytes`, what no plan has left to batches of other shapes, None if all have; `_said`, reasons that were
+    logged. Changed by one thread at a time.
 
     Parameters
     ----------
@@ -59,6 +65,7 @@ class Orders:
         self._said: set[str] = set()
         self._compared: dict[CallKind, tuple[int, ...]] = {}
         self._unfit: set[CallKind] = set()
+        self._too_much_bytes: int | None = None
 
     @property
     def under_way(self) -> Together | None:
@@ -86,22 +93,82 @@ class Orders:
                     f'loop as "for batch in model.offmate.batches(loader):", or {self._turns.one_by_one}'
                 )
             return None
-        variant = self._of_all(model, self._foreseen(model, call, 1, early=False))
-        if variant is None:
-            return None
-        per_pass, early = variant.kind.together, variant.kind.early
-        calls, variants = self._foreseen(model, call, per_pass, early=early), list[Variant]()
-        for one in calls:
-            own = self._residence.preparer.follower(model, one, variant.lead, self._residence.bring_home)
-            if own is None:
-                self._declined(_words(one, variant))
-                return None
-            variants.append(own)
-        self.together = Together(variants, calls, per_pass, self._turns.one_by_one)
-        return variant
+        calls, seen = self._foreseen(model, call, 1, early=False), dict[CallKind, Seen]()
+        before = self._residence.preparer.spare_bytes
+        for _ in range(_PLANS):
+            variant = self._of_all(model, calls, before)
+            if variant is None:
+                break
+            per_pass, early = variant.kind.together, variant.kind.early
+            own = self._foreseen(model, call, per_pass, early=early)
+            try:
+                variants = self._following(model, own, variant.lead, seen)
+            except Unfit as unfit:
+                if unfit.excess_bytes is None:
+                    return None
+                if not self._leave_room(unfit.excess_bytes):
+                    break
+            else:
+                self.together = Together(variants, own, per_pass, self._turns.one_by_one)
+                return variant
+        self._take_back_room(before)
+        return None
 
-    def _of_all(self, model: torch.nn.Module, calls: list[Call]) -> Variant | None:
-        """Return the variant in whose steps all calls may run; None if it is to be in the usual order."""
+    def _following(
+        self, model: torch.nn.Module, calls: list[Call], lead: Variant, seen: dict[CallKind, Seen]
+    ) -> list[Variant]:
+        """Return the variants of calls in the steps of a plan.
+
+        Parameters
+        ----------
+        seen: what was seen of their batches before.
+
+        Raises: Unfit if one cannot run there, with what all lack together if that is only bytes.
+        """
+        found, excess_bytes = list[Variant](), 0
+        for call in calls:
+            known = seen.setdefault(call.kind._replace(early=False), Seen())
+            try:
+                found.append(
+                    self._residence.preparer.follower(model, call, lead, known, self._residence.bring_home)
+                )  # fmt: skip
+            except Unfit as unfit:
+                if unfit.excess_bytes is None:
+                    self._declined(_words(call, lead))
+                    raise
+                excess_bytes = max(excess_bytes, unfit.excess_bytes)
+        if excess_bytes:
+            raise Unfit(excess_bytes)
+        return found
+
+    def _leave_room(self, excess_bytes: int) -> bool:
+        """Have the next plan leave bytes to smaller batches that hold more; return False if no plan could before."""
+        spare_bytes = excess_bytes * _ROOM_PERCENT // 100
+        if self._too_much_bytes is not None and spare_bytes >= self._too_much_bytes:
+            return False
+        log.info(
+            "kernels hold up to %s more for smaller batches of an update, so the plan for the largest one is made "
+            "again and leaves that free", format_bytes(excess_bytes),
+        )  # fmt: skip
+        self._residence.preparer.leave_room(spare_bytes)
+        return True
+
+    def _take_back_room(self, before_bytes: int) -> None:
+        """Note that no plan of this update has left as much as was needed, if any was to."""
+        preparer = self._residence.preparer
+        if preparer.spare_bytes > before_bytes:
+            self._too_much_bytes = preparer.spare_bytes
+            preparer.leave_room(before_bytes)
+        if self._too_much_bytes is not None:
+            self._declined(f"no plan leaves {format_bytes(self._too_much_bytes)} to batches of other shapes")
+
+    def _of_all(self, model: torch.nn.Module, calls: list[Call], before_bytes: int) -> Variant | None:
+        """Return the variant in whose steps all calls may run; None if it is to be in the usual order.
+
+        Parameters
+        ----------
+        before_bytes: what plans have left to other batches before this update.
+        """
         choose = self._planned if self._order == "by block" else self._fastest
         call, real = widest(calls), largest(calls)
         if call is not real and call.kind not in self._unfit:
@@ -110,7 +177,12 @@ class Orders:
             except OffmateError as error:
                 log.info("no plan for batches that are as large as all of an update together: %s", error)
                 self._unfit.add(call.kind)
-        return choose(model, real, self._per_pass)
+        try:
+            return choose(model, real, self._per_pass)
+        except InfeasibleBudget:
+            if self._residence.preparer.spare_bytes == before_bytes:
+                raise
+            return None
 
     def _planned(self, model: torch.nn.Module, call: Call, per_pass: int) -> Variant:
         own = replace(call, together=per_pass)

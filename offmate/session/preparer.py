@@ -2,134 +2,61 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..capture.byproducts import put
 from ..capture.checks import check_module_hooks
-from ..capture.plain import Plainness
-from ..config import Config
-from ..errors import BudgetExceeded, CaptureError, InfeasibleBudget, OffmateError
-from ..guards.surroundings import chosen_by_time, surroundings
+from ..errors import CaptureError, OffmateError
+from ..guards.surroundings import surroundings
 from ..guards.watch import Watch
-from ..machines.allocator import check_allocator
-from ..machines.devices import accelerator, check_budget, rng_untouched, still_free_bytes
 from ..optim.state_bytes import state_forms
 from ..optim.updater import Updater
-from ..planning.forward_only import make_stream
-from ..planning.placement import fitted, has_place, pockets
-from ..planning.planner import make_follower, make_plan, trace_once
-from ..planning.request import Prepared, Request
+from ..planning.follow import Seen
+from ..planning.request import Request
 from ..plans.plan import Plan
-from ..progress import Progress
-from ..runtime.current import entered
-from ..runtime.devices.device import Device
-from ..runtime.layouts import same_tensors
-from ..runtime.memory.reserve import MemoryLayout
-from ..runtime.replay.executor import Executor
-from ..runtime.replay.gate import Clip
-from ..runtime.replay.shapes import Shape
-from ..runtime.replay.world import World
-from ..sizes import format_bytes
-from ..split import Split
-from .checkpoint_files import CheckpointFiles
-from .failures import out_of_memory
 from .host_state import Truth
-from .state_storage import StateStorage
+from .maker import Maker
 from .user_code import UserCode
-from .variants import Call, Counts, Followers, Variant, Variants
-
-log = logging.getLogger("offmate")
+from .variants import Call, Counts, Unfit, Variant, Variants, most_kept
 
 
 class Preparer:
-    """Finds the variant that a call needs, or plans it.
+    """Finds the variant that a call needs, or has it made.
 
     It knows nothing about the loop: the caller has made sure that a call is allowed now.
 
     State: the variants that are kept; whether counts of items are passed as tensors; `training`, the variant that
-    trained last; `user_code`, the measured memory of the user's code; earlier plans; `_split`, the split of updates in
-    the plans so far, and `_kept`, the part of it and of an earlier run's that later plans keep; the tensors that keep
-    the pockets apart, see `pockets`; `_warned`, whether kernels chosen by time were warned of; `_pins_late`, whether
-    parameters are pinned once a plan has sent some to files. Changed on the training thread only.
+    trained last. Changed on the training thread only.
 
     Parameters
     ----------
-    request: the requirements of plans. plainness: that of the model. watch: watches its Python state. truth, device,
-        updater: what variants run on.
-    max_grad_norm: for all gradients together; None clips nothing. given: a plan to use. progress: makes a progress bar.
-    files: the frozen parameters that lie in files. storage: the files that states and activations may leave to.
+    watch: watches the model's Python state. truth, updater: what variants run on. user_code: measures it.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        plainness: Plainness,
-        watch: Watch,
-        truth: Truth,
-        device: Device,
-        updater: Updater | None,
-        max_grad_norm: float | None,
-        given: Plan | None,
-        progress: Callable[[], contextlib.AbstractContextManager[Progress]],
-        files: CheckpointFiles,
-        storage: StateStorage,
-    ) -> None:
-        self._files, self._storage = files, storage
-        self.request, self._plainness, self._watch = request, plainness, watch
-        self._truth, self._device, self._updater = truth, device, updater
-        self._max_grad_norm, self._given, self._progress = max_grad_norm, given, progress
-        self._most = request.config.max_plans * (2 if request.chooses else 1)
-        self._variants = Variants(request.config.shape_buckets, self._most)
+    def __init__(self, maker: Maker, watch: Watch, truth: Truth, updater: Updater | None, user_code: UserCode) -> None:
+        self.maker, self.user_code = maker, user_code
+        self._watch, self._truth, self._updater = watch, truth, updater
+        self._variants = Variants(maker.request.config.shape_buckets, most_kept(maker.request))
         self._counts: Counts | None = None
-        self._earlier: dict[str, Plan] = {}
-        self._pockets: tuple[torch.Tensor, ...] = ()
-        self._split = self._kept = Split()
-        self._warned, self._pins_late = False, False
-        self.user_code = UserCode(device.torch_device)
         self.training: Variant | None = None
+
+    @property
+    def request(self) -> Request:
+        """The requirements of plans, with the budgets and files as they are now."""
+        return self.maker.request
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the training iteration, once there is one."""
-        return self.training.prepared.plan if self.training is not None else self._given
+        return self.training.prepared.plan if self.training is not None else self.maker.given
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans kept for training, the most recently used one last."""
         return tuple(variant.prepared.plan for variant in self._variants.of_training())
-
-    @property
-    def split(self) -> Split:
-        """The split of updates in the plans so far, joined with the one to which later plans are pinned."""
-        return self._pinned().joined(self._split)
-
-    def _pinned(self) -> Split:
-        """Return what is known about the split of updates before there is any plan."""
-        if self._updater is None:
-            return Split()
-        held, updates = tuple(self._updater.names.values()), self.request.config.updates
-        if updates in ("host", "device"):
-            return Split(**{updates: held})
-        pinned = self._kept.joined(updates) if isinstance(updates, Split) else self._kept
-        if self._given is not None:
-            pinned = pinned.joined(self._given.split)
-        # An earlier run may have had parameters that this one does not have.
-        return pinned.among(held)
-
-    def use_earlier(self, plan: Plan) -> None:
-        """Let a plan be used where it fits a batch, instead of searching."""
-        self._earlier[plan.fingerprint] = plan
-
-    def keep_split(self, split: Split) -> None:
-        """Make plans update parameters where an earlier run did, as far as `Config.updates` leaves it open."""
-        self._kept = self._kept.joined(split)
 
     # -- a call -------------------------------------------------------------------------------------------------------
 
@@ -186,8 +113,11 @@ class Preparer:
             _check_weights(model)
             check_module_hooks(model)
             make_room()
-            self._look_at_files()
-            variant = self._prepare(model, call)
+            self.maker.look_at_files()
+            if self.maker.look_at_device():
+                self._variants.clear()
+            near = self._variants.near(call.kind) if call.trains else ()
+            variant = self.maker.make(model, call, near, self.training)
             self._learn(variant)
             self._variants.add(call.kind, variant)
         if call.trains:
@@ -202,15 +132,15 @@ class Preparer:
             put(holder, name, value)
 
     def follower(
-        self, model: torch.nn.Module, call: Call, lead: Variant, make_room: Callable[[], None]
-    ) -> Variant | None:
+        self, model: torch.nn.Module, call: Call, lead: Variant, seen: Seen, make_room: Callable[[], None]
+    ) -> Variant:
         """Return the variant for a call that takes the actions of another one's plan, in slots of the same steps.
 
         Parameters
         ----------
-        lead: has an executor of its own. make_room: as in `variant_for`.
+        lead: has an executor of its own. seen: what was seen of this batch before. make_room: as in `variant_for`.
 
-        Returns: the variant; None if such calls cannot take these actions in the same memory.
+        Raises: Unfit if such calls cannot take these actions in the same memory.
         """
         known = self.known(call)
         if known is not None and known.lead is lead:
@@ -218,25 +148,27 @@ class Preparer:
         followers, tensors = lead.followers, [tensor for tensor in call.tensors if tensor is not None]
         assert followers is not None
         found = followers.variants.find(call.kind, tensors)
-        if found is not None or not followers.fits(call.kind):
-            return found
-        make_room()
-        found = self._follow(model, call, lead)
         if found is None:
-            followers.refuse(call.kind)
-            return None
-        self._learn(found)
-        followers.variants.add(call.kind, found)
+            followers.check(call.kind)
+            make_room()
+            try:
+                found = self.maker.follow(model, call, lead, seen)
+            except Unfit as why:
+                followers.refuse(call.kind, why)
+                raise
+            self._learn(found)
+            followers.variants.add(call.kind, found)
         return found
 
-    def _follow(self, model: torch.nn.Module, call: Call, lead: Variant) -> Variant | None:
-        request = self._training_request(call)
-        with self._preparing(model) as say:
-            try:
-                prepared = make_follower(model, call.args, call.kwargs, request, self._updater, say, lead.prepared)
-            except (CaptureError, InfeasibleBudget):  # alone, in the usual order, it says why
-                return None
-        return None if prepared is None else self._following(model, prepared, call, (lead,))
+    @property
+    def spare_bytes(self) -> int:
+        """What plans of steps for several micro-batches leave to batches of other shapes."""
+        return self.maker.spare_bytes
+
+    def leave_room(self, spare_bytes: int) -> None:
+        """Have plans of steps for several micro-batches leave some bytes, and forget those that were made without."""
+        self.maker.spare_bytes = spare_bytes
+        self._variants.forget_together()
 
     def reserve_states(self, variant: Variant) -> None:
         """Take the space in files for the states that the first updates of a variant will make.
@@ -250,206 +182,6 @@ class Preparer:
         variant.executor.reserve_states(
             {name: state_forms(updater, host.params[name], updater.groups[name]) for name in missing}
         )
-
-    # -- a plan -------------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _preparing(self, model: torch.nn.Module) -> Iterator[Progress]:
-        """Make the model plain and keep the user's settings inside; yields what reports progress."""
-        with (
-            self._plainness.of(model),
-            self._progress() as say,
-            rng_untouched(accelerator(self.request.device)),
-            entered(accelerator(self.request.device)),
-            torch.autograd.set_detect_anomaly(False),
-        ):
-            yield say
-
-    def _prepare(self, model: torch.nn.Module, call: Call) -> Variant:
-        self._look_at_device()
-        near = self._variants.near(call.kind) if call.trains else ()
-        with self._preparing(model) as say:
-            make = (self._iteration_maker if call.trains else self._forward_maker)(model, call, say)
-            prepared, place = self._placed(make, model, (call.args, call.kwargs))
-        if call.trains:
-            log.info("plan ready:\n%s", prepared.plan.explain())
-            self._split = self._split.joined(prepared.plan.split)
-            if accelerator(self.request.device) is not None:
-                # A CPU rounds differently, so parameters keep the side of their first update.
-                self._kept = self._kept.joined(prepared.plan.split)
-        return self._following(model, prepared, call, near) or self._bound(prepared, model, call, place)
-
-    def _following(
-        self, model: torch.nn.Module, prepared: Prepared, call: Call, near: Iterable[Variant]
-    ) -> Variant | None:
-        """Return the variant that runs a plan on the executor of one whose decisions it has taken; None if none can."""
-        where = accelerator(self.request.device)
-        for lead in (variant.lead for variant in near):
-            own = lead.shape.binding.constants
-            if not same_tensors(prepared.binding.constants, own):
-                continue  # they are on the device all the time, so that the executor would hold more
-            followed = replace(prepared, binding=replace(prepared.binding, constants=own))
-            shape = Shape(followed.plan.schedule, followed.binding)
-            if not lead.shape.serves(shape):
-                continue
-            if where is None or lead.place is None or has_place(lead.place, followed, model, self._updater, where):
-                return Variant(followed, lead.executor, call.kind, shape, followed=lead)
-        return None
-
-    def _look_at_files(self) -> None:
-        """Find out which parameters may come from files; all of them go into RAM of their own if it has room."""
-        self._files.find(self._watch.parameters)
-        files = self._files.request(self.request.host_budget_bytes)
-        storage = self._storage.files_for_plans(self._watch.parameters)
-        self.request = replace(self.request, files=files, storage=storage)
-        self._pins_late = storage is not None and storage.for_parameters
-        if not self._pins_late:
-            self._pin()
-        if files is None:
-            self._truth.host.files.clear()
-
-    def pin_what_stays(self) -> None:
-        """Move parameters into pinned memory that may have left to files, now that a plan has sent those that do."""
-        if self._pins_late:
-            self._pin()
-        self._pins_late = False
-
-    def _pin(self) -> None:
-        """Move parameters into pinned memory, but those that are mapped from files or lie in them."""
-        files = self.request.files
-        self._truth.pin(self._device, but=() if files is None else files.names)
-
-    def _look_at_device(self) -> None:
-        """Take the budget, the allocator's settings and the choice of kernels as they are now."""
-        where = accelerator(self.request.device)
-        check_allocator(where)
-        self._shrink()
-        unsteady = "" if where is None else chosen_by_time()
-        if unsteady and not self._warned:
-            self._warned = True
-            log.warning("%s", unsteady)
-
-    def _shrink(self) -> None:
-        """Let "auto" stand for a smaller budget if less memory is free than it has counted with."""
-        request = self.request
-        left = still_free_bytes(request.device, request.budget_bytes) if request.automatic else request.budget_bytes
-        if left == request.budget_bytes:
-            return
-        log.warning(
-            'gpu_budget "auto" now stands for %s instead of %s: less memory is free on the device than before',
-            format_bytes(left), format_bytes(request.budget_bytes),
-        )  # fmt: skip
-        check_budget(request.device, left)
-        self.request = replace(request, budget_bytes=left)
-        self._variants.clear()
-        self._device.limit(left)
-
-    def _forward_maker(self, model: torch.nn.Module, call: Call, say: Progress) -> Callable[[int], Prepared]:
-        """Return a function that plans a forward, given the bytes to leave to the device's allocator."""
-        request, host = self.request, self._truth.host
-        may_leave = request.storage is not None and request.storage.for_parameters
-        apart_bytes = sum(own.nbytes for name, own in host.params.items() if may_leave or host.stores(name))
-        request = replace(
-            request,
-            budget_bytes=max(1, request.budget_bytes - call.reserved_bytes),
-            # These come through the system's cache, or are in RAM until the first training step anyway.
-            host_budget_bytes=request.host_budget_bytes + apart_bytes,
-        )
-        return lambda margin_bytes: make_stream(
-            model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes), say
-        )
-
-    def _iteration_maker(self, model: torch.nn.Module, call: Call, say: Progress) -> Callable[[int], Prepared]:
-        """Return a function that plans an iteration, given the bytes to leave to the device's allocator."""
-        kind = call.kind
-        if self.training is not None:
-            shapes = ", ".join(str(list(shape)) for shape in kind.shapes)
-            changes = (
-                f"; changes since the last plan: {self._watch.changes}"
-                if kind.state != self.training.kind.state
-                else ""
-            )
-            early = ", with updates before the gate" if call.early else ""
-            log.info("planning for batches with %s%s%s", shapes, early, changes)
-        request = self._training_request(call)
-        given = self._given if self.training is None else None
-        near = tuple(variant.prepared for variant in self._variants.near(kind))
-        trace = trace_once(model, call.args, call.kwargs, request, say)
-
-        def make(margin_bytes: int, config: Config) -> Prepared:
-            return make_plan(
-                model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes, config=config),
-                self._updater, say, None if margin_bytes else given, near=near, kept=self._earlier, trace=trace,
-            )  # fmt: skip
-
-        def make_as_kept(margin_bytes: int) -> Prepared:
-            config = self._config(request.config)
-            try:
-                return make(margin_bytes, config)
-            except InfeasibleBudget:
-                if config is request.config or accelerator(request.device) is not None:
-                    raise
-                log.info(
-                    "the earlier run's split of updates does not fit, so a new one is used; on this device, this "
-                    "changes no bits"
-                )
-                return make(margin_bytes, request.config)
-
-        return make_as_kept
-
-    def _training_request(self, call: Call) -> Request:
-        """Return the requirements of the plan for a call that trains."""
-        request = self.request if call.together == 1 else self.request.in_passes(call.together)
-        return replace(
-            request.speculating(call.early) if self.request.chooses else request,
-            user_bytes=self.user_code.held_by(call.kind),
-            user_factor=self.user_code.factor,
-        )
-
-    def _config(self, config: Config) -> Config:
-        """Return the configuration of a plan, with the split of updates of earlier plans."""
-        kept = self._kept
-        if self._updater is None or config.updates in ("host", "device") or kept == Split():
-            return config
-        return replace(config, updates=kept.joined(config.updates) if isinstance(config.updates, Split) else kept)
-
-    def _placed(
-        self, make: Callable[[int], Prepared], model: torch.nn.Module, batch: Any
-    ) -> tuple[Prepared, MemoryLayout | None]:
-        """Find a plan that fits the device's allocator, too, and its place; `make` plans with a margin in bytes."""
-        where = accelerator(self.request.device)
-        if where is None:
-            return make(0), None
-        budget_bytes = self.request.budget_bytes
-        # Other processes may have come since the model was compiled.
-        check_budget(self.request.device, budget_bytes)
-        try:
-            self._pockets = self._pockets or pockets(where, model, batch)
-            return fitted(make, model, self._updater, where, budget_bytes)
-        except torch.OutOfMemoryError as error:
-            raise BudgetExceeded(f"{out_of_memory(where, budget_bytes, None)}. ({error})") from error
-
-    def _bound(self, prepared: Prepared, model: torch.nn.Module, call: Call, place: MemoryLayout | None) -> Variant:
-        plan = prepared.plan
-        if call.trains:  # a forward alone streams what it can from files, and takes no RAM away from training
-            self._files.settle(plan.schedule, self._truth, self._device)
-            self._storage.check_room(plan.schedule)
-        world = World(
-            plan.schedule,
-            prepared.binding,
-            self._truth.host,
-            self._device,
-            self._updater if call.trains else None,
-            place.updated if place is not None else {},
-        )
-        executor = Executor(world, plan.fixed_bytes, self._clip(model) if call.trains else None)
-        followers = Followers(self._most) if call.trains else None
-        return Variant(prepared, executor, call.kind, world.shapes.own, place, followers=followers)
-
-    def _clip(self, model: torch.nn.Module) -> Clip | None:
-        if self._max_grad_norm is None and not self.request.measures:
-            return None
-        return Clip(self._max_grad_norm or math.inf, tuple(name for name, _ in model.named_parameters()))
 
 
 def _check_weights(model: torch.nn.Module) -> None:

@@ -104,7 +104,7 @@ class Residence:
                 self._stores.executor.release_files()
             self._stores = variant
             settle(variant.prepared.plan.schedule, self.truth, self.device)
-            self.preparer.pin_what_stays()
+            self.preparer.maker.pin_what_stays()
             if variant.executor.settle_states():
                 self.truth.show_states()
             self.preparer.reserve_states(variant)

@@ -36,6 +36,7 @@ from .edits import check_unchanged
 from .gradients import fed, take_in
 from .host_state import Truth
 from .left_out import leave_out
+from .maker import Maker
 from .orders import Orders
 from .pace import Pace
 from .parameters import give_buffer_classes, give_classes
@@ -46,6 +47,7 @@ from .state_storage import StateStorage
 from .together import Together
 from .turns import Turn, Turns
 from .updates import Updates
+from .user_code import UserCode
 from .variants import Call, Variant
 
 log = logging.getLogger("offmate")
@@ -89,10 +91,12 @@ class Session:
         self.storage = StateStorage(storage, self.truth.host, self.device)
         request = replace(request, storage=self.storage.files_for_plans(self.watch.parameters))
         self.files = CheckpointFiles(self.truth.host, self.device.file_buffers_bytes, self.device.changed)
-        self.preparer = Preparer(
-            request, self._plainness, self.watch, self.truth, self.device, self.updater, max_grad_norm, given, progress,
-            self.files, self.storage,
+        user_code = UserCode(self.device.torch_device)
+        maker = Maker(
+            request, self._plainness, self.watch, self.truth, self.device, self.updater, user_code, max_grad_norm,
+            given, progress, self.files, self.storage,
         )  # fmt: skip
+        self.preparer = Preparer(maker, self.watch, self.truth, self.updater, user_code)
         again = "compile" if given is None else "plan again"
         self.pace = Pace(compiled=request.config.backend != "eager")
         instead = f"{again} with config=offmate.{one_by_one(request.config)}"

@@ -14,7 +14,7 @@ from ..capture import batch_decisions
 from ..capture.byproducts import ByProduct
 from ..capture.recipes import Recipe
 from ..errors import CaptureError
-from ..planning.request import Prepared
+from ..planning.request import Prepared, Request
 from ..plans.break_even import BreakEven
 from ..runtime.memory.reserve import MemoryLayout
 from ..runtime.replay.executor import Executor
@@ -27,6 +27,20 @@ _COUNT = "num_items_in_batch"
 
 # What was decided, and of which tensor: one of the batch, or how it is computed from the batch.
 _Questions = tuple[tuple[str, Recipe | int | None], ...]
+
+
+class Unfit(Exception):
+    """A batch cannot take the actions of another one's plan in the same memory; says nothing to users.
+
+    Parameters
+    ----------
+    excess_bytes: by how much computes of it hold more at their peaks, if that is all; None if its actions or its items
+        are others.
+    """
+
+    def __init__(self, excess_bytes: int | None = None) -> None:
+        super().__init__(excess_bytes)
+        self.excess_bytes = excess_bytes
 
 
 class CallKind(NamedTuple):
@@ -178,6 +192,12 @@ class Variant:
         return self if self.followed is None else self.followed
 
     @property
+    def room_bytes(self) -> int:
+        """The part of the budget that its plan never uses."""
+        plan = self.prepared.plan
+        return plan.budget_bytes - plan.predicted_peak_bytes
+
+    @property
     def output_nodes(self) -> tuple[str, ...]:
         """Names of the output values, in the order in which autograd sees them."""
         return self.prepared.binding.outputs
@@ -265,6 +285,10 @@ class Variants:
         other = variant.kind._replace(early=not variant.kind.early)
         self._known = {key: v for key, v in self._known.items() if v is not variant and v.kind != other}
 
+    def forget_together(self) -> None:
+        """Drop the variants whose steps run several micro-batches."""
+        self._known = {key: v for key, v in self._known.items() if key[0].together == 1}
+
     def clear(self) -> None:
         """Drop all variants, so that every next call is planned anew."""
         self._known.clear()
@@ -286,7 +310,7 @@ class Variants:
 class Followers:
     """The variants that use a variant's executor beside it, each in slots of its own of the same steps.
 
-    State: `variants`; `_unfit`, kinds of calls that cannot, since their actions would differ or take more memory.
+    State: `variants`; `_unfit`, by kind of calls that cannot follow, why.
 
     Parameters
     ----------
@@ -295,15 +319,16 @@ class Followers:
 
     def __init__(self, most: int) -> None:
         self.variants = Variants((), most)
-        self._unfit: set[CallKind] = set()
+        self._unfit: dict[CallKind, Unfit] = {}
 
-    def fits(self, kind: CallKind) -> bool:
-        """Return whether nothing is known that keeps calls of a kind from following."""
-        return kind not in self._unfit
+    def check(self, kind: CallKind) -> None:
+        """Raise Unfit if it is known that calls of a kind cannot follow."""
+        if kind in self._unfit:
+            raise Unfit(self._unfit[kind].excess_bytes)
 
-    def refuse(self, kind: CallKind) -> None:
+    def refuse(self, kind: CallKind, why: Unfit) -> None:
         """Note that calls of a kind cannot follow."""
-        self._unfit.add(kind)
+        self._unfit[kind] = why
 
 
 class Counts:
@@ -335,3 +360,8 @@ class Counts:
         changed = not self._needed and type(kwargs.get(_COUNT)) is int
         self._needed = True
         return changed
+
+
+def most_kept(request: Request) -> int:
+    """Return how many variants are kept, for training and for evaluation each."""
+    return request.config.max_plans * (2 if request.chooses else 1)

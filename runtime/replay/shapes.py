@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...solver.items import Item, ItemKind
 from ...solver.schedule import ComputeSpec, Schedule
-from ...solver.scheduling.follow import serves, side_by_side
+from ...solver.scheduling.follow import excess_bytes, side_by_side
 from .binding import Binding
 
 
@@ -23,13 +23,17 @@ class Shape:
     schedule: Schedule
     binding: Binding
 
-    def serves(self, other: Shape) -> bool:
-        """Return whether an executor for this shape has the memory for batches of another one, at any moment."""
-        return serves(self.schedule, other.schedule) and all(
-            own.made_bytes[storage] >= its.made_bytes[storage]
+    def excess_bytes(self, other: Shape) -> int | None:
+        """Return how many bytes more an executor for this shape needs for batches of another one, at any moment.
+
+        Returns: None if they take other actions, or if what they leave for later has more bytes.
+        """
+        more = any(
+            own.made_bytes[storage] < its.made_bytes[storage]
             for own, its in zip(self.binding.blocks, other.binding.blocks)
             for storage in own.offloaded
         )
+        return None if more else excess_bytes(self.schedule, other.schedule)
 
     def storage_bytes(self, item: Item) -> dict[str, int]:
         """Return the bytes of each storage of a value, of its gradient, or of the values that a block offloads."""

@@ -47,22 +47,24 @@ def follow(schedule: Schedule, problem: Problem) -> Schedule | None:
     return followed
 
 
-def serves(schedule: Schedule, other: Schedule) -> bool:
-    """Return whether all that another schedule does fits into a schedule's memory, action by action.
+def excess_bytes(schedule: Schedule, other: Schedule) -> int | None:
+    """Return by how many bytes at most another schedule's computes exceed a schedule's, action by action.
 
-    Then micro-batches of both kinds may even run side by side, in different slots of the same steps.
+    This holds, too, if micro-batches of both run side by side, in different slots of the same steps.
 
     Parameters
     ----------
     other: for other batches of the same model.
+
+    Returns: 0 if none does; None if the other one takes other actions, or if an item has more bytes there.
     """
     if any(getattr(schedule, part) != getattr(other, part) for part in _SAME) or (
         schedule.item_bytes.keys() != other.item_bytes.keys() or schedule.computes.keys() != other.computes.keys()
     ):
-        return False
-    peaks = ((_peak_bytes(schedule, name), _peak_bytes(other, name)) for name in schedule.computes)
-    sizes = ((size, other.item_bytes[item]) for item, size in schedule.item_bytes.items())
-    return all(own >= its for own, its in (*sizes, *peaks))
+        return None
+    if any(other.item_bytes[item] > size for item, size in schedule.item_bytes.items()):
+        return None
+    return max(0, *(_peak_bytes(other, name) - _peak_bytes(schedule, name) for name in schedule.computes))
 
 
 def side_by_side(schedule: Schedule, slots: Sequence[Schedule]) -> Schedule:

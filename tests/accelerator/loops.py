@@ -38,8 +38,8 @@ def without_allocator() -> Iterator[None]:
 
     with (
         mock.patch("offmate.planning.sizing.fitted", placed),
-        mock.patch("offmate.session.preparer.fitted", placed),
-        mock.patch("offmate.session.preparer.pockets", lambda *given: ()),
+        mock.patch("offmate.session.maker.fitted", placed),
+        mock.patch("offmate.session.maker.pockets", lambda *given: ()),
         mock.patch("offmate.session.session.make_device", make_device),
     ):
         yield

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import offmate
 from offmate.machines.reference import ReferenceMeter
-from offmate.session.preparer import Preparer
+from offmate.session.maker import Maker
 
 STEPS = 5
 AMPLE = "ample"
@@ -190,8 +190,8 @@ def budgeted(case: Case, budget: str | int, cache_dir: str | None) -> Run:
     assert torch.equal(torch.get_rng_state(), random_state)
     # A plan is made again once the user's code was seen to hold more than the first one reserves.
     used: list[Any] = []
-    bound = Preparer._bound
-    with mock.patch.object(Preparer, "_bound", lambda *given: (used.append(given[1].plan), bound(*given))[1]):
+    bound = Maker._bound
+    with mock.patch.object(Maker, "_bound", lambda *given: (used.append(given[1].plan), bound(*given))[1]):
         losses, outputs = _train(case, model, optimizer)
     plan = model.offmate.plan
     _least.setdefault(case.name, plan.least_budget_bytes)

@@ -25,7 +25,7 @@ from offmate.solver.scheduling.validate import validate
 
 import offmate
 from offmate.plans.break_even import BreakEven
-from offmate.session import preparer, state_storage
+from offmate.session import maker, state_storage
 
 from ...accelerator.loops import without_allocator
 from ...fuzz.figures import from_hardware_file
@@ -153,13 +153,13 @@ def timed_moves() -> Iterator[None]:
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans update all states in files before the gate."""
-    make_plan = preparer.make_plan
+    make_plan = maker.make_plan
 
     def made_early(*args: Any, **given: Any) -> Any:
         prepared = make_plan(*args, **given)
         return replace(prepared, plan=all_early(prepared.plan))
 
-    monkeypatch.setattr(preparer, "make_plan", made_early)
+    monkeypatch.setattr(maker, "make_plan", made_early)
 
 
 @pytest.mark.parametrize("clip", [INF, 1e-3])
@@ -466,13 +466,13 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of both kinds. Those with updates before the gate have all of them there, and begin after 5 steps."""
     figures = BreakEven(gated_s=1.0, kept_s=0.8, missed_s=1.2, switch_s=0.0, log_bytes=1000)
     monkeypatch.setattr("offmate.session.choice.break_even", lambda gated, early: figures)
-    make_plan = preparer.make_plan
+    make_plan = maker.make_plan
 
     def made(*args: Any, **given: Any) -> Any:
         prepared = make_plan(*args, **given)
         return replace(prepared, plan=all_early(prepared.plan)) if args[3].speculates else prepared
 
-    monkeypatch.setattr(preparer, "make_plan", made)
+    monkeypatch.setattr(maker, "make_plan", made)
 
 
 AUTO = replace(CONFIG, speculate="auto")

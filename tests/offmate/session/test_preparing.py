@@ -17,8 +17,10 @@ from offmate.planning.request import Request
 from offmate.progress import planning_progress
 from offmate.session.checkpoint_files import CheckpointFiles
 from offmate.session.host_state import Truth
+from offmate.session.maker import Maker
 from offmate.session.preparer import Preparer
 from offmate.session.state_storage import StateStorage
+from offmate.session.user_code import UserCode
 from offmate.session.variants import Variant
 
 from ...fuzz.figures import from_hardware_file
@@ -46,19 +48,22 @@ class Asking:
         updater = Updater(optimizer, parameter_names(model, optimizer))
         watch = Watch(model)
         truth, device = Truth(model, updater, watch), make_device(request.device, request.budget_bytes)
-        self.preparer = Preparer(
+        user_code = UserCode(device.torch_device)
+        maker = Maker(
             request,
             Plainness(type(model), None),
             watch,
             truth,
             device,
             updater,
+            user_code,
             None,
             given,
             planning_progress,
             CheckpointFiles(truth.host, device.file_buffers_bytes, device.changed),
             StateStorage((), truth.host, device),
         )
+        self.preparer = Preparer(maker, watch, truth, updater, user_code)
 
     def __call__(self, trains: bool = True, **kwargs: Any) -> tuple[Variant, list[torch.Tensor | None]]:
         call = self.preparer.call_of(self.model, (), kwargs, trains)
@@ -84,7 +89,7 @@ def test_plans_from_elsewhere_are_not_searched_for(monkeypatch):
     plan = ask(**batch(0))[0].prepared.plan
     monkeypatch.setattr("offmate.planning.planner.solve_problem", lambda *_, **__: pytest.fail("solved anew"))
     given, earlier = Asking(tiny(), plan), Asking(tiny())
-    earlier.preparer.use_earlier(plan)
+    earlier.preparer.maker.use_earlier(plan)
     assert given.preparer.plan is plan and earlier.preparer.plan is None
     for other in (given, earlier):
         assert other(**batch(0))[0].prepared.plan.schedule.actions == plan.schedule.actions

@@ -246,7 +246,7 @@ def test_memory_is_laid_out_anew(sim, monkeypatch):
         return prepared, replace(place, reserved_bytes=0)
 
     taken, take = [], Arena.take
-    monkeypatch.setattr("offmate.session.preparer.fitted", drifting)
+    monkeypatch.setattr("offmate.session.maker.fitted", drifting)
     monkeypatch.setattr("offmate.session.residence._LASTS", 1)
     monkeypatch.setattr(Arena, "take", lambda arena, size: (taken.append(size), take(arena, size)))
     losses, state = plain("gpt2")
@@ -410,7 +410,7 @@ def test_allocator_settings_that_are_made_after_compile_are_refused_at_the_next_
 
     with compiled("gpt2", AMPLE_BYTES) as (model, _), torch.no_grad():
         model(**text(0))
-        monkeypatch.setattr("offmate.session.preparer.check_allocator", refuses)
+        monkeypatch.setattr("offmate.session.maker.check_allocator", refuses)
         model(**text(1))  # has a plan
         with pytest.raises(offmate.DeviceError, match="sim:0 runs with expandable_segments"):
             model(**{name: value[:1] for name, value in text(0).items()})

@@ -7,7 +7,7 @@ import pytest
 from offmate.solver.fat_steps import in_passes
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem
-from offmate.solver.scheduling.follow import follow, serves, side_by_side
+from offmate.solver.scheduling.follow import excess_bytes, follow, side_by_side
 from offmate.solver.simulate import memory_highs
 from offmate.solver.solve import least_budget
 
@@ -90,13 +90,29 @@ def test_batches_side_by_side_hold_no_more_than_the_largest_ones(seed, count):
     found = plan(of_all(one)).schedule
     assert found is not None
     smaller = [follow(found, of_all(shrunk(one, rng))) for _ in range(12)]
-    may = [other for other in smaller if other is not None and serves(found, other)]
-    assert serves(found, found) and may
+    more = [(other, excess_bytes(found, other)) for other in smaller if other is not None]
+    may = [other for other, bytes_more in more if bytes_more == 0]
+    assert excess_bytes(found, found) == 0 and may
     most = memory_highs(found)
     for _ in range(10):
         mix = side_by_side(found, [rng.choice([found, *may]) for _ in range(3)])
         assert all(map(int.__le__, memory_highs(mix), most))
     item = next(item for item in found.item_bytes if item.kind.by_batch)
     larger = replace(found, item_bytes={**found.item_bytes, item: found.item_bytes[item] + 1})
-    assert not serves(found, larger) and serves(larger, found)
-    assert not serves(found, replace(found, forward=found.forward[1:]))
+    assert excess_bytes(found, larger) is None and excess_bytes(larger, found) == 0
+    assert excess_bytes(found, replace(found, forward=found.forward[1:])) is None
+
+
+def test_a_smaller_batch_whose_kernel_holds_more():
+    """Side by side with the largest one, no moment holds more than that beyond the plan."""
+    problem = in_passes(random_problem(random.Random(0), update="planned"), 3, 3)
+    found = plan(replace(problem, device_budget_bytes=least_budget(problem).bytes * 5 // 4)).schedule
+    assert found is not None
+    computes = {
+        name: replace(spec, rise_bytes=spec.rise_bytes + (37 if name.startswith("F1") else 0))
+        for name, spec in found.computes.items()
+    }
+    greedy = replace(found, computes=computes)
+    assert excess_bytes(found, greedy) == 37
+    most, mix = memory_highs(found), memory_highs(side_by_side(found, [found, greedy, found]))
+    assert max(ours - theirs for ours, theirs in zip(mix, most)) == 37
