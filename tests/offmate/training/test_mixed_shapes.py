@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from torch.nn.functional import cross_entropy
 
 import offmate
 from offmate import Config
+from offmate.planning import follow
 from offmate.session import state_storage
 from offmate.session.together import Together
 
@@ -159,6 +161,43 @@ def test_values_leave_in_their_own_sizes() -> None:
     assert_alike(model, optimizer, expected, theirs)
     assert copies(executor_of(model).schedule, ItemKind.VALUE, Kind.OFFLOAD)
     assert executor_of(model).device.ledger.peak_bytes <= model.offmate.plan.predicted_peak_bytes
+
+
+def hungry(monkeypatch: pytest.MonkeyPatch, workspace_bytes: int) -> None:
+    """Kernels hold more for batches that follow another one's plan, as those of libraries do for odd sizes."""
+    measure = follow.measure
+
+    def more(*given: Any) -> Any:
+        rates, costs = measure(*given)
+        return rates, {
+            key: {n: replace(one, workspace_bytes=one.workspace_bytes + workspace_bytes) for n, one in own.items()}
+            for key, own in costs.items()
+        }
+
+    monkeypatch.setattr(follow, "measure", more)
+
+
+@pytest.mark.parametrize("order", ["by block", "auto"])
+@pytest.mark.parametrize("room", [120, 100])
+def test_kernels_that_hold_more_for_smaller_batches(
+    room: int, order: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plan leaves that free; where none can, updates of several shapes run in the usual order, others as before."""
+    data = pairs([*flat(ROWS), *ROWS[0], *[12] * MICRO_BATCHES])
+    expected = wide()
+    theirs = optimizer_of(expected)
+    losses = trained(expected, theirs, data)
+    budget = room * least_budget(wide(), pairs([12])[0]) // 100
+    hungry(monkeypatch, budget * 8 // 100)
+    model, optimizer = wide_pair(budget, config=replace(config(outputs=("loss",)), accumulation_order=order))
+    with caplog.at_level(logging.INFO, logger="offmate"):
+        assert trained(model, optimizer, model.offmate.batches(data)) == losses
+    assert_alike(model, optimizer, expected, theirs)
+    if order == "by block":
+        assert model.offmate.plan.schedule.per_step == MICRO_BATCHES
+        assert "so the plan for the largest one is made again" in caplog.text
+        assert ("no plan leaves" in caplog.text) is (room == 100)
+    assert executor_of(model).device.ledger.peak_bytes <= budget
 
 
 def test_values_leave_to_ram_that_is_shared() -> None:
