@@ -22,7 +22,8 @@ class Case:
     Parameters
     ----------
     model, batch: each makes a new one. settings: of `offmate.compile`. planned: whether the optimizer is given to it.
-    autocast: whether the forward runs in bfloat16 while parameters are float32.
+    autocast: whether the forward runs in bfloat16 while parameters are float32. sizes: of each micro-batch in one
+        dimension of its tensors, and the number of that dimension, if they differ.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -30,6 +31,17 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     planned: bool = True
     autocast: bool = False
+    sizes: tuple[tuple[int, ...], int] | None = None
+
+    def micro_batches(self) -> list[Batch]:
+        """Those of an update."""
+        whole = [self.batch() for _ in range(self.settings.get("accumulation_steps", 1))]
+        if self.sizes is None:
+            return whole
+        sizes, dim = self.sizes
+        return [
+            {n: t.narrow(dim, 0, own).clone() for n, t in one.items()} for one, own in zip(whole, sizes, strict=True)
+        ]
 
     @property
     def by_block(self) -> bool:
@@ -153,6 +165,10 @@ def convolutions(layout: torch.memory_format = torch.contiguous_format) -> torch
     return Convolutions().to(memory_format=layout)
 
 
+def _by_block(micro_batches: int) -> dict[str, Any]:
+    return {"accumulation_steps": micro_batches, "config": offmate.Config(accumulation_order="by block")}
+
+
 CASES = {
     "llama": Case(llama, words),
     "llama in bfloat16": Case(lambda: llama(torch.bfloat16), words),
@@ -161,8 +177,15 @@ CASES = {
     "llama without optimizer": Case(llama, words, planned=False),
     "gpt2 with dropout": Case(gpt2, words),
     "gemma2 in bfloat16": Case(gemma, words),
-    "twenty micro-batches, block by block": Case(
-        narrow, many_rows, {"accumulation_steps": 20, "config": offmate.Config(accumulation_order="by block")}
+    "twenty micro-batches, block by block": Case(narrow, many_rows, _by_block(20)),
+    "llama, micro-batches of several lengths, block by block": Case(
+        llama, words, _by_block(6), sizes=((96, 40, 71, 96, 8, 64), 1)
+    ),
+    "micro-batches of several sizes, one after the other": Case(
+        narrow, many_rows, {"accumulation_steps": 4}, sizes=((1 << 15, 5000, 20000, 1 << 15), 0)
+    ),
+    "twelve micro-batches of several sizes, block by block": Case(
+        narrow, many_rows, _by_block(12), sizes=((1 << 15, 20000, 9001, 31000, 64, 12345) * 2, 0)
     ),
     "convolutions": Case(convolutions, pictures),
     "convolutions, channels last": Case(lambda: convolutions(torch.channels_last), pictures),

@@ -31,7 +31,7 @@ class Loop:
     def step(self) -> Counts:
         """Train one step; what the card was asked for meanwhile."""
         before = counts(self.index)
-        batches = [self.case.batch() for _ in range(self.case.settings.get("accumulation_steps", 1))]
+        batches = self.case.micro_batches()
         for batch in self.model.offmate.batches(batches) if self.case.by_block else batches:
             with self.case.casting():
                 found = self.model(**batch)

@@ -23,6 +23,7 @@ def test_what_is_reserved_and_what_a_step_asks_for(name, cache_dir):
         steps = [loop.step() for _ in range(N_STEPS)]
         n_params = sum(1 for _ in loop.model.parameters())
         plan, reserved = loop.plan, torch.cuda.max_memory_reserved(0)
+    assert plan.schedule.per_step == (case.settings["accumulation_steps"] if case.by_block else 1)
     steady = steps[STEADY:]
     assert reserved <= plan.predicted_peak_bytes, "the allocator reserved more than the plan predicts"
     assert plan.predicted_peak_bytes <= plan.budget_bytes, "the plan predicts more than its budget"
