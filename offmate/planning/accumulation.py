@@ -89,7 +89,7 @@ def _orders(subject: Subject) -> tuple[Order, ...]:
     if named == "by batch":
         return (named,)
     try:
-        check_together(subject.traced, subject.request.device, subject.request.config)
+        check_together(subject.traced, subject.generator_counts, subject.request.config)
     except NotTogether as error:
         if named == "by block":
             raise

@@ -9,7 +9,6 @@ from ..capture.effects import is_random
 from ..capture.model import Traced
 from ..config import Config
 from ..errors import InfeasibleBudget, OffmateError
-from ..machines.devices import EMULATED
 from ..plans.orders import OtherOrder, one_by_one, way
 from ..plans.plan import Plan
 from ..progress import planning_way
@@ -21,7 +20,7 @@ class NotTogether(OffmateError):
     """A forward that cannot run block by block for several micro-batches: its numbers would be others."""
 
 
-def check_together(traced: Traced, device: str, config: Config) -> None:
+def check_together(traced: Traced, generator_counts: bool, config: Config) -> None:
     """Raise NotTogether if a forward has other numbers where its blocks run for all micro-batches in turn.
 
     Random numbers have to be drawn before it, in the order of plain PyTorch. And a buffer that one block writes must be
@@ -29,12 +28,12 @@ def check_together(traced: Traced, device: str, config: Config) -> None:
 
     Parameters
     ----------
-    device: its kind. A card has a generator of its own, whose kernels may draw several numbers at a time.
+    generator_counts: whether forwards draw from a card's generator, of which it is known how far each kernel moves it.
     config: that asks for it.
     """
     inside = (node for block in traced.blocks for node in block.joint.forward)
     for node in (*traced.chain.prelude, *inside):
-        if is_random(node) and (device != EMULATED or node.target is not draw or node.all_input_nodes):
+        if is_random(node) and not generator_counts and (node.target is not draw or node.all_input_nodes):
             own = getattr(node.target, "namespace", "") == "offmate"
             raise NotTogether(
                 f"the forward draws random numbers{'' if own else f' by {node.target}'}. If its blocks run for all "

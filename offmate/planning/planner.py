@@ -27,6 +27,7 @@ from ..machines.hardware import Hardware
 from ..optim.updater import Updater
 from ..plans.plan import Plan
 from ..plans.saved import to_text
+from ..profile.draws import advances
 from ..progress import Progress
 from ..solver.plan import plan as solve_problem
 from ..split import Split
@@ -130,10 +131,11 @@ def _subject(
     say: Progress,
 ) -> Subject:
     """Return the subject of a plan; raises if its micro-batches cannot run block by block, but are to."""
-    if request.per_step > 1:
-        check_together(traced, request.device, request.config)
     request = replace(request, user_bytes=user_bytes_of(traced, request))
-    return Subject(model, args, kwargs, traced, request, updater, machine, say)
+    subject = Subject(model, args, kwargs, traced, request, updater, machine, say)
+    if request.per_step > 1:
+        check_together(traced, subject.generator_counts, request.config)
+    return subject
 
 
 def _bound(subject: Subject, plan: Plan, lowered: Lowered) -> Prepared:
@@ -142,6 +144,8 @@ def _bound(subject: Subject, plan: Plan, lowered: Lowered) -> Prepared:
     if request.config.backend == "inductor":
         lowered = compiled(lowered, plan.schedule, request.device, subject.say)
     binding = bind(traced.captured, lowered, plan.schedule.options)
+    if request.per_step > 1 and subject.machine is None and subject.generator_counts:
+        binding = replace(binding, advances=advances(traced.blocks, torch.device(request.device)))
     keys = tuple(b.key for b in traced.blocks)
     arrive = arrivals(traced.blocks, traced.captured.params)
     return Prepared(

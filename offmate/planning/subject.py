@@ -17,6 +17,7 @@ from ..errors import InfeasibleBudget, PlanFileError
 from ..lowering.options import BlockClass, stored_options
 from ..lowering.problem import Lowered, Lowering, Trainable
 from ..lowering.state_files import StateFiles
+from ..machines.devices import EMULATED, accelerator
 from ..machines.hardware import Hardware
 from ..machines.links import LinkRates
 from ..optim.updater import UpdateCost, Updater
@@ -26,6 +27,7 @@ from ..profile.store import Measured, recall, remember
 from ..programs.prelude import lower_prelude
 from ..programs.programs import NodeCost
 from ..progress import Progress
+from ..runtime.devices.generator import Generator
 from ..runtime.torch_names.tensors import storage_key
 from ..sizes import format_bytes
 from ..solver.fat_steps import in_passes
@@ -56,6 +58,14 @@ class Subject:
     updater: Updater | None
     machine: Hardware | None
     say: Progress
+
+    @property
+    def generator_counts(self) -> bool:
+        """Whether forwards draw from a card's generator, of which it is known how far each kernel moves it."""
+        if self.machine is not None:
+            return not self.machine.shared_cores
+        where = accelerator(self.request.device)
+        return where is not None and Generator(where).counts
 
 
 def in_low(subject: Subject, low: Mapping[str, LowPrecision]) -> Subject:
@@ -225,7 +235,7 @@ def _together(problem: Problem, traced: Traced, request: Request) -> Problem:
     """Return the problem whose steps run several micro-batches, for which random numbers are drawn beforehand."""
     if request.per_step == 1:
         return problem
-    start_bytes = max(problem.start_peak_bytes, drawn_bytes(traced))
+    start_bytes = max(problem.start_peak_bytes, drawn_bytes(traced) if request.device == EMULATED else 0)
     one = replace(problem, start_peak_bytes=start_bytes, micro_batches=1)
     return in_passes(one, request.per_update, request.per_step)
 

@@ -55,7 +55,7 @@ class Together:
         edited = self._before.edited_buffers() if self._before is not None else []
         if edited:
             self.check_begins_pass(edited[0])
-        drew = self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state())
+        drew = self._drawn is not None and not torch.equal(self._drawn, self._executor.generator.state())
         if drew and not self.begins_pass:
             raise ProtocolError(
                 f"random numbers were drawn between the calls for micro-batches {self.number + 1} and "
@@ -117,7 +117,7 @@ class Together:
             shapes = [variant.shape for variant in self._variants[own]]
             outputs = self._executor.forwards([tuple(tensors) for tensors in self._tensors[own]], number, shapes)
             self._outputs = dict(enumerate(outputs, self.number))
-            self._drawn = torch.get_rng_state() if self._executor.drawn_from else None
+            self._drawn = self._executor.generator.state() if self._executor.drawn_from else None
         return self._outputs.pop(self.number)
 
     def drop(self) -> str:
@@ -128,8 +128,9 @@ class Together:
         if not self.is_ahead:
             return ""
         ahead = ["buffers"] if self.variant.prepared.binding.written_buffers else []
-        if self._drawn is not None and torch.equal(self._drawn, torch.get_rng_state()):
-            torch.set_rng_state(self._executor.drawn_from[(self.number + 1) % self._per_pass])
+        generator = self._executor.generator
+        if self._drawn is not None and torch.equal(self._drawn, generator.state()):
+            generator.place(self._executor.drawn_from[(self.number + 1) % self._per_pass])
         elif self._drawn is not None:  # the loop has drawn since, and its numbers are others already
             ahead.insert(0, "random numbers")
         return " and ".join(ahead)

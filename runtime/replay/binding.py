@@ -92,7 +92,8 @@ class Binding:
     value_item: name of a value -> item that holds its storage (`v:...` or `o:...`).
     shared_item: name of a shared value -> item that holds its storage (`x:...`).
     constants: by name, tensors that the graph itself holds.
-    outputs: names of the values that the model returns.
+    outputs: names of the values that the model returns. advances: by block, how far its forward moves the generator of
+        a card, in order; empty if that need not be known.
     """
 
     start: StartBinding
@@ -101,6 +102,7 @@ class Binding:
     shared_item: dict[str, Item]
     constants: dict[str, torch.Tensor]
     outputs: tuple[str, ...]
+    advances: dict[int, int] = field(default_factory=dict)
 
     @cached_property
     def values_in(self) -> dict[Item, tuple[str, ...]]:

@@ -9,6 +9,7 @@ import torch
 
 from ...solver import items
 from ...solver.compute_names import BACKWARD, FORWARD, START, USER, ComputeName, parse
+from ..devices.generator import Generator
 from ..torch_names.tensors import version_of
 from .binding import Binding, Port
 from .contents import Buffer, OfBatch, Saved
@@ -42,7 +43,8 @@ class Computes:
         self._device, self._contents, self._gate, self._norms = world.device, world.contents, gate, norms
         self._on_host = world.device.torch_device.type == "cpu"
         self._seen_buffers: dict[str, tuple[int, int]] = {}
-        self._draws = Draws(world.shapes, world.device.ledger, several=world.schedule.per_step > 1)
+        several, generator = world.schedule.per_step > 1, Generator(world.device.torch_device)
+        self._draws = Draws(world.shapes, world.device.ledger, generator, several=several)
         self.batches: list[Batch] = []
         self.incoming: Sequence[Incoming] = ()
 
@@ -69,6 +71,11 @@ class Computes:
     def _last(self) -> int:
         """The last slot of the pass that runs."""
         return len(self.batches) - 1
+
+    @property
+    def generator(self) -> Generator:
+        """What the forwards draw from."""
+        return self._draws.generator
 
     @property
     def drawn_from(self) -> tuple[torch.Tensor, ...]:
@@ -143,6 +150,7 @@ class Computes:
         registers = self._registers(binding, index, block.forward.n_registers, batch)
         self._draws.before(index, slot)
         live = run(block.forward, registers, self._device.ledger, {}, self._device.arena)
+        self._draws.after(index, slot)
         for port in block.writes:
             contents.model_buffers[port.name].copy_(registers[port.register])
             if not self._on_host:

@@ -13,6 +13,7 @@ from ...solver.effects import resident_at
 from ...solver.items import ItemKind
 from ...solver.schedule import Action, Kind, Schedule
 from .. import interrupts
+from ..devices.generator import Generator
 from ..torch_names.autograd import without_autocast
 from .computes import Batch, Computes, Incoming
 from .gate import Clip, Gate
@@ -105,6 +106,11 @@ class Executor:
             else:
                 self._take(Action(0, Kind.PREFETCH, item))
         self.loaded = True
+
+    @property
+    def generator(self) -> Generator:
+        """What the forwards draw from."""
+        return self._computes.generator
 
     @property
     def drawn_from(self) -> tuple[torch.Tensor, ...]:
