@@ -69,7 +69,7 @@ def test_a_block_that_draws_otherwise_is_told() -> None:
     own.foresee(SLOTS)
     own.before(0, 1)
     card.draws(4)
-    with pytest.raises(OffmateError, match="block 0 has drawn other random numbers .* at 264 instead of 268"):
+    with pytest.raises(OffmateError, match=r"block 0 has drawn other random numbers .* at 264 instead of 268"):
         own.after(0, 1)
 
 
