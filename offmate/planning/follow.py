@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ..capture.batch_decisions import Decision
 from ..capture.model import Traced, structure
 from ..errors import PlanFileError
 from ..lowering.problem import Lowered
@@ -28,11 +29,12 @@ class Seen:
     Parameters
     ----------
     trace: gives the traced model, None before the first trace. costs: by the structure of the traced model, what its
-        operators take.
+        operators take. taken: the model's decisions about the batch.
     """
 
     trace: Callable[[], Traced] | None = None
     costs: dict[str, dict[str, dict[str, NodeCost]]] = field(default_factory=dict)
+    taken: tuple[Decision, ...] = ()
 
 
 def follow_plan(subject: Subject, near: tuple[Prepared, ...], seen: Seen | None = None) -> tuple[Plan, Lowered] | None:

@@ -112,6 +112,7 @@ def make_follower(
     """
     start = time.perf_counter()
     seen.trace = seen.trace or trace_once(model, args, kwargs, request, say, lead.cut)
+    seen.taken = seen.trace().captured.taken
     subject = _subject(model, args, kwargs, seen.trace(), request, updater, None, say)
     followed = follow_plan(subject, (lead,), seen)
     if followed is None:

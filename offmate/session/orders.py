@@ -93,7 +93,9 @@ class Orders:
                     f'loop as "for batch in model.offmate.batches(loader):", or {self._turns.one_by_one}'
                 )
             return None
-        calls, seen = self._foreseen(model, call, 1, early=False), dict[CallKind, Seen]()
+        calls = self._foreseen(model, call, 1, early=False)
+        # By call, not by kind: the model may decide differently about the values of batches that are alike.
+        seen = [Seen() for _ in calls]
         before = self._residence.preparer.spare_bytes
         for _ in range(_PLANS):
             variant = self._of_all(model, calls, before)
@@ -114,20 +116,17 @@ class Orders:
         self._take_back_room(before)
         return None
 
-    def _following(
-        self, model: torch.nn.Module, calls: list[Call], lead: Variant, seen: dict[CallKind, Seen]
-    ) -> list[Variant]:
+    def _following(self, model: torch.nn.Module, calls: list[Call], lead: Variant, seen: list[Seen]) -> list[Variant]:
         """Return the variants of calls in the steps of a plan.
 
         Parameters
         ----------
-        seen: what was seen of their batches before.
+        seen: of each, what was seen of its batch before.
 
         Raises: Unfit if one cannot run there, with what all lack together if that is only bytes.
         """
         found, excess_bytes = list[Variant](), 0
-        for call in calls:
-            known = seen.setdefault(call.kind._replace(early=False), Seen())
+        for call, known in zip(calls, seen, strict=True):
             try:
                 found.append(
                     self._residence.preparer.follower(model, call, lead, known, self._residence.bring_home)
@@ -175,7 +174,8 @@ class Orders:
             try:
                 return choose(model, call, self._per_pass)
             except OffmateError as error:
-                log.info("no plan for batches that are as large as all of an update together: %s", error)
+                log.info("no plan for a batch that is as large as each of an update, so it is made for the largest one")
+                log.debug("the made-up batch: %s", error)
                 self._unfit.add(call.kind)
         try:
             return choose(model, real, self._per_pass)

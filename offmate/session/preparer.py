@@ -149,12 +149,12 @@ class Preparer:
         assert followers is not None
         found = followers.variants.find(call.kind, tensors)
         if found is None:
-            followers.check(call.kind)
+            followers.check(call.kind, tensors)
             make_room()
             try:
                 found = self.maker.follow(model, call, lead, seen)
             except Unfit as why:
-                followers.refuse(call.kind, why)
+                followers.refuse(call.kind, seen.taken, why)
                 raise
             self._learn(found)
             followers.variants.add(call.kind, found)

@@ -310,7 +310,7 @@ class Variants:
 class Followers:
     """The variants that use a variant's executor beside it, each in slots of its own of the same steps.
 
-    State: `variants`; `_unfit`, by kind of calls that cannot follow, why.
+    State: `variants`; `_unfit`, by kind of calls, those that cannot follow: what the model decided about them, and why.
 
     Parameters
     ----------
@@ -319,16 +319,17 @@ class Followers:
 
     def __init__(self, most: int) -> None:
         self.variants = Variants((), most)
-        self._unfit: dict[CallKind, Unfit] = {}
+        self._unfit: dict[CallKind, list[tuple[tuple[batch_decisions.Decision, ...], Unfit]]] = {}
 
-    def check(self, kind: CallKind) -> None:
-        """Raise Unfit if it is known that calls of a kind cannot follow."""
-        if kind in self._unfit:
-            raise Unfit(self._unfit[kind].excess_bytes)
+    def check(self, kind: CallKind, tensors: list[torch.Tensor]) -> None:
+        """Raise Unfit if it is known that a call cannot follow."""
+        for taken, why in self._unfit.get(kind, ()):
+            if batch_decisions.ask_again(taken, tensors) == tuple(one.outcome for one in taken):
+                raise Unfit(why.excess_bytes)
 
-    def refuse(self, kind: CallKind, why: Unfit) -> None:
-        """Note that calls of a kind cannot follow."""
-        self._unfit[kind] = why
+    def refuse(self, kind: CallKind, taken: tuple[batch_decisions.Decision, ...], why: Unfit) -> None:
+        """Note that calls of a kind cannot follow about which the model decides like this."""
+        self._unfit.setdefault(kind, []).append((taken, why))
 
 
 class Counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 
 from ..runtime.torch_names import trees as pytree
 from .variants import Call
+
+_MOST_LARGER = 2  # times the elements of the largest batch that a made-up one may have
 
 
 def largest(calls: Sequence[Call]) -> Call:
@@ -21,13 +24,16 @@ def widest(calls: Sequence[Call]) -> Call:
     """Return a call that is at least as large as each of several ones in every dimension of every tensor.
 
     Returns: the largest one, if it is, or if they do not have the same tensors. Otherwise one that is made up, whose
-    tensors repeat those of the largest one: a plan is made for it, but it never runs.
+    tensors repeat those of the largest one: a plan is made for it, but it never runs. Operators are timed for it, so
+    one of much more elements than any real batch has is not made up.
     """
     most = largest(calls)
     if len({call.kind.without_shapes for call in calls}) > 1:
         return most
     shapes = [tuple(map(max, zip(*same))) for same in zip(*(call.kind.shapes for call in calls))]
     if list(most.kind.shapes) == shapes or any(0 in shape for shape in most.kind.shapes):
+        return most
+    if sum(map(math.prod, shapes)) > _MOST_LARGER * most.kind.n_elements:
         return most
     tensors = [tensor for tensor in most.tensors if tensor is not None]
     made = {id(tensor): _repeated(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)}

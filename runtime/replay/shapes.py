@@ -28,12 +28,15 @@ class Shape:
 
         Returns: None if they take other actions, or if what they leave for later has more bytes.
         """
-        more = any(
-            own.made_bytes[storage] < its.made_bytes[storage]
-            for own, its in zip(self.binding.blocks, other.binding.blocks)
-            for storage in own.offloaded
-        )
-        return None if more else excess_bytes(self.schedule, other.schedule)
+        found = excess_bytes(self.schedule, other.schedule)
+        if found is None:
+            return None
+        pairs = zip(self.binding.blocks, other.binding.blocks, strict=True)
+        alike = all(own.offloaded.keys() == its.offloaded.keys() for own, its in pairs)
+        pairs = zip(self.binding.blocks, other.binding.blocks, strict=True)
+        if not alike or any(own.made_bytes[s] < its.made_bytes[s] for own, its in pairs for s in own.offloaded):
+            return None
+        return found
 
     def storage_bytes(self, item: Item) -> dict[str, int]:
         """Return the bytes of each storage of a value, of its gradient, or of the values that a block offloads."""

@@ -289,6 +289,29 @@ def test_no_batch_of_a_group_need_be_the_largest_in_everything(caplog: pytest.Lo
     assert executor_of(model).device.ledger.peak_bytes <= model.offmate.plan.predicted_peak_bytes
 
 
+def test_a_batch_much_larger_than_all_is_not_made_up() -> None:
+    """As where a loader keeps the number of tokens: the update runs in the usual order, and nothing large is timed."""
+    generator = torch.Generator().manual_seed(4)
+    sizes = [(1, 128), (128, 1), (16, 8), (8, 16), (4, 32)]
+    data = [{n: torch.randint(0, 24, own, generator=generator).flatten() for n in ("x", "y")} for own in sizes]
+    square = [{n: t.view(own) for n, t in one.items()} for one, own in zip(data, sizes)]
+
+    class Rows(Tied):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            return super().forward(x.flatten(), y.flatten())
+
+    torch.manual_seed(0)
+    expected = Rows()
+    torch.manual_seed(0)
+    model, optimizer = compiled(Rows(), config=config())
+    theirs = optimizer_of(expected)
+    losses = trained(expected, theirs, square)
+    assert trained(model, optimizer, model.offmate.batches(square)) == losses
+    assert_alike(model, optimizer, expected, theirs)
+    known = [variant.kind.shapes for variant in model._offmate_session.preparer._variants.of_training()]
+    assert known and not any((128, 128) in shapes for shapes in known)
+
+
 # -- one executor -----------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +329,38 @@ def test_nothing_is_reloaded_for_smaller_batches(announced: bool, monkeypatch: p
     monkeypatch.setattr(Executor, "unload", lambda self: (unloads.append(self), unload(self)))
     ours += trained(model, optimizer, model.offmate.batches(data) if announced else data)
     assert ours == losses and not unloads
+    assert_alike(model, optimizer, expected, theirs)
+
+
+class Longest(torch.nn.Module):
+    """Goes as far as the longest text of a batch, which it asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(24, 16), torch.nn.Linear(16, 24)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        most = int(lengths.max())
+        return {"loss": cross_entropy(self.head(self.embed(x[:, :most])).flatten(0, 1), y[:, :most].flatten())}
+
+
+@pytest.mark.parametrize("order", ["by block", "by batch", "auto"])
+def test_batches_alike_about_whose_values_the_model_decides_differently(order: Any) -> None:
+    """Each has a trace of its own, though their shapes are the same."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [(12, (12, 3)), (9, (9, 1)), (9, (5, 2)), (12, (7, 7)), (9, (9, 2))]
+    data = [
+        {name: torch.randint(0, 24, (2, own), generator=generator) for name in ("x", "y")}
+        | {"lengths": torch.tensor(these)}
+        for own, these in lengths
+    ] * 2
+    torch.manual_seed(0)
+    expected = Longest()
+    torch.manual_seed(0)
+    model, optimizer = compiled(Longest(), config=Config(cache_dir=None, accumulation_order=order))
+    theirs = optimizer_of(expected)
+    losses = trained(expected, theirs, data)
+    assert trained(model, optimizer, model.offmate.batches(data)) == losses
     assert_alike(model, optimizer, expected, theirs)
 
 
