@@ -21,7 +21,8 @@ def lone(
     attributes: those of the optimizer that it stands in for. groups: hyperparameters and tensors. state: by tensor.
     """
     single: Any = object.__new__(kind)
-    single.__dict__.update({key: value for key, value in attributes.items() if key not in OWN})
+    # Of a copy, since the loop may set an attribute meanwhile: workers update while schedulers and scalers are made.
+    single.__dict__.update({key: value for key, value in dict(attributes).items() if key not in OWN})
     single.__dict__.update({hooks: OrderedDict() for hooks in STEP_HOOKS})
     single.param_groups = groups
     single.state = defaultdict(dict, state)

@@ -41,7 +41,7 @@ from .failures import out_of_memory
 from .host_state import Truth
 from .state_storage import StateStorage
 from .user_code import UserCode
-from .variants import Call, Followers, Unfit, Variant, most_kept
+from .variants import Call, Unfit, Variant
 
 log = logging.getLogger("offmate")
 
@@ -356,8 +356,7 @@ class Maker:
             place.updated if place is not None else {},
         )
         executor = Executor(world, plan.fixed_bytes, self._clip(model) if call.trains else None)
-        followers = Followers(most_kept(self.request)) if call.trains else None
-        return Variant(prepared, executor, call.kind, world.shapes.own, place, followers=followers)
+        return Variant(prepared, executor, call.kind, world.shapes.own, place)
 
     def _clip(self, model: torch.nn.Module) -> Clip | None:
         if self._max_grad_norm is None and not self.request.measures:

@@ -17,10 +17,11 @@ from ..optim.updater import Updater
 from ..planning.follow import Seen
 from ..planning.request import Request
 from ..plans.plan import Plan
+from ..runtime.replay.executor import Executor
 from .host_state import Truth
 from .maker import Maker
 from .user_code import UserCode
-from .variants import Call, Counts, Unfit, Variant, Variants, most_kept
+from .variants import Call, Counts, Followers, Unfit, Variant, Variants, most_kept
 
 
 class Preparer:
@@ -28,8 +29,9 @@ class Preparer:
 
     It knows nothing about the loop: the caller has made sure that a call is allowed now.
 
-    State: the variants that are kept; whether counts of items are passed as tensors; `training`, the variant that
-    trained last. Changed on the training thread only.
+    State: the variants that are kept; `_followers`, by executor, those that use it in slots of the same steps; whether
+    counts of items are passed as tensors; `training`, the variant that trained last. Changed on the training thread
+    only.
 
     Parameters
     ----------
@@ -40,6 +42,7 @@ class Preparer:
         self.maker, self.user_code = maker, user_code
         self._watch, self._truth, self._updater = watch, truth, updater
         self._variants = Variants(maker.request.config.shape_buckets, most_kept(maker.request))
+        self._followers: dict[Executor, Followers] = {}
         self._counts: Counts | None = None
         self.training: Variant | None = None
 
@@ -102,8 +105,8 @@ class Preparer:
             return
         self._variants.forget(short)
         lead = short.lead
-        if lead.followers is not None:
-            lead.followers.variants.forget(short)
+        if lead.executor in self._followers:
+            self._followers[lead.executor].variants.forget(short)
         if self.user_code.held_by(lead.kind) is None:  # it rests on the same estimate
             self._variants.forget(lead)
 
@@ -143,10 +146,9 @@ class Preparer:
         Raises: Unfit if such calls cannot take these actions in the same memory.
         """
         known = self.known(call)
-        if known is not None and known.lead is lead:
+        if known is not None and known.executor is lead.executor:
             return known
-        followers, tensors = lead.followers, [tensor for tensor in call.tensors if tensor is not None]
-        assert followers is not None
+        followers, tensors = self._followers_of(lead), [tensor for tensor in call.tensors if tensor is not None]
         found = followers.variants.find(call.kind, tensors)
         if found is None:
             followers.check(call.kind, tensors)
@@ -159,6 +161,12 @@ class Preparer:
             self._learn(found)
             followers.variants.add(call.kind, found)
         return found
+
+    def _followers_of(self, lead: Variant) -> Followers:
+        """Return those that use a variant's executor; those of executors that nothing else uses are dropped."""
+        used = self._variants.executors
+        self._followers = {executor: those for executor, those in self._followers.items() if executor in used}
+        return self._followers.setdefault(lead.executor, Followers(most_kept(self.request)))
 
     @property
     def spare_bytes(self) -> int:

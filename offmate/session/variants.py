@@ -173,8 +173,7 @@ class Variant:
     ----------
     shape: what the executor's actions work on in such calls. place: where its memory comes from, on a device with its
         own allocator. followed: the variant, of larger batches, whose executor it uses since it takes the same actions;
-        None for its own. followers: those that use this one's executor in some steps but may have one of their own;
-        None if it follows itself. figures: how its plan compares with one that updates otherwise, where both are kept.
+        None for its own. figures: how its plan compares with one that updates otherwise, where both are kept.
     """
 
     prepared: Prepared
@@ -183,7 +182,6 @@ class Variant:
     shape: Shape
     place: MemoryLayout | None = None
     followed: Variant | None = None
-    followers: Followers | None = None
     figures: BreakEven | None = None
 
     @property
@@ -284,6 +282,11 @@ class Variants:
         """Drop a variant, and that of other updates for the same calls, so that the next such call is planned anew."""
         other = variant.kind._replace(early=not variant.kind.early)
         self._known = {key: v for key, v in self._known.items() if v is not variant and v.kind != other}
+
+    @property
+    def executors(self) -> set[Executor]:
+        """Those that the variants use."""
+        return {variant.executor for variant in self._known.values()}
 
     def forget_together(self) -> None:
         """Drop the variants whose steps run several micro-batches."""

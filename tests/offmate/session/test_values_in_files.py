@@ -216,7 +216,10 @@ def test_a_full_disk_is_said_in_the_first_step(path, monkeypatch):
 
 
 def test_their_space_stays_while_the_model_is_evaluated(path, monkeypatch):
-    """No disk that another program has filled meanwhile can end training, and nothing is reserved again."""
+    """No disk that another program has filled meanwhile can end training, and nothing is reserved again.
+
+    Smaller batches use the same space.
+    """
     faulty = use_faulty_files(monkeypatch)
     pair, plain = compiled(path, **BUDGETS), made()
     assert steps(pair, range(2)) == steps(plain, range(2))
@@ -231,8 +234,15 @@ def test_their_space_stays_while_the_model_is_evaluated(path, monkeypatch):
         pair[0].state_dict()
     assert_same(pair, plain)
     stored = sum(one.stored_bytes for one in pair[0].offmate.storage)
-    faulty.faults.clear()
     assert steps(pair, range(5, 6), rows=ROWS // 2) == steps(plain, range(5, 6), rows=ROWS // 2)
+    assert sum(one.stored_bytes for one in pair[0].offmate.storage) == stored
+
+
+def test_their_space_is_given_back_for_another_plan(path):
+    pair, plain = compiled(path, **BUDGETS, config=offmate.Config(shape_buckets=(ROWS // 2,))), made()
+    assert steps(pair, range(1)) == steps(plain, range(1))
+    stored = sum(one.stored_bytes for one in pair[0].offmate.storage)
+    assert steps(pair, range(1, 2), rows=ROWS // 2) == steps(plain, range(1, 2), rows=ROWS // 2)
     assert sum(one.stored_bytes for one in pair[0].offmate.storage) < stored
 
 
