@@ -20,7 +20,7 @@ from .choice import Choice
 from .residence import Residence
 from .together import Together
 from .variants import Call, CallKind, Unfit, Variant
-from .widest import largest, widest
+from .widest import largest, made_up, widest
 
 log = logging.getLogger("offmate")
 
@@ -172,7 +172,8 @@ class Orders:
         call, real = widest(calls), largest(calls)
         if call is not real and call.kind not in self._unfit:
             try:
-                return choose(model, call, self._per_pass)
+                with made_up():
+                    return choose(model, call, self._per_pass)
             except OffmateError as error:
                 log.info("no plan for a batch that is as large as each of an update, so it is made for the largest one")
                 log.debug("the made-up batch: %s", error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +45,17 @@ def widest(calls: Sequence[Call]) -> Call:
 
     args, kwargs = larger((most.args, most.kwargs))
     return replace(most, args=args, kwargs=kwargs, given=larger(most.given))
+
+
+@contextlib.contextmanager
+def made_up() -> Iterator[None]:
+    """Keep torch inside from printing a traceback if a batch that nobody has made does not suit a model."""
+    printing = logging.getLogger("torch._subclasses.fake_tensor")
+    before, printing.disabled = printing.disabled, True
+    try:
+        yield
+    finally:
+        printing.disabled = before
 
 
 def _repeated(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -289,6 +289,42 @@ def test_no_batch_of_a_group_need_be_the_largest_in_everything(caplog: pytest.Lo
     assert executor_of(model).device.ledger.peak_bytes <= model.offmate.plan.predicted_peak_bytes
 
 
+class Placed(Pair):
+    """Adds places to its two inputs, of which it has 12 together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = torch.nn.Parameter(torch.zeros(12, 8))
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        both = torch.cat([x, z], 1) + self.places[: x.shape[1] + z.shape[1]]
+        return super().forward(both[:, : x.shape[1]], both[:, x.shape[1] :], y)
+
+
+def test_a_made_up_batch_that_does_not_suit_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    """The user's batches do, and train; nothing is printed about one that nobody has made."""
+    generator = torch.Generator().manual_seed(4)
+    data = [
+        {
+            "x": torch.randn(2, own, 8, generator=generator),
+            "z": torch.randn(2, 12 - own, 8, generator=generator),
+            "y": torch.randint(0, 6, (2, 12 - own), generator=generator),
+        }
+        for own in (9, 3, 6, 7, 2)
+    ]
+    torch.manual_seed(0)
+    expected = Placed()
+    torch.manual_seed(0)
+    model, optimizer = compiled(Placed(), config=config())
+    theirs = optimizer_of(expected)
+    losses = trained(expected, theirs, data)
+    with caplog.at_level(logging.INFO):
+        assert trained(model, optimizer, model.offmate.batches(data)) == losses
+    assert_alike(model, optimizer, expected, theirs)
+    assert "so it is made for the largest one" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_a_batch_much_larger_than_all_is_not_made_up() -> None:
     """As where a loader keeps the number of tokens: the update runs in the usual order, and nothing large is timed."""
     generator = torch.Generator().manual_seed(4)
