@@ -13,7 +13,7 @@ import torch
 
 from ..capture.plain import Plainness
 from ..config import Config
-from ..errors import BudgetExceeded, CaptureError, InfeasibleBudget
+from ..errors import BudgetExceeded, InfeasibleBudget
 from ..guards.surroundings import chosen_by_time
 from ..guards.watch import Watch
 from ..machines.allocator import check_allocator
@@ -211,7 +211,7 @@ class Maker:
                 prepared = make_follower(
                     model, call.args, call.kwargs, request, self._updater, say, lead.prepared, seen
                 )  # fmt: skip
-            except (CaptureError, InfeasibleBudget) as error:  # alone, in the usual order, it says why
+            except Exception as error:  # the loop may call otherwise; alone, in the usual order, it says why
                 raise Unfit from error
         if prepared is None:
             raise Unfit

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import ArgumentValueError, InfeasibleBudget, OffmateError, ProtocolError
+from ..errors import ArgumentValueError, InfeasibleBudget, ProtocolError
 from ..planning.follow import Seen
 from ..planning.orders import Compared, compared
 from ..planning.request import Request
@@ -133,7 +133,7 @@ class Orders:
                 )  # fmt: skip
             except Unfit as unfit:
                 if unfit.excess_bytes is None:
-                    self._declined(_words(call, lead))
+                    self._declined(_words(call, lead, known, unfit))
                     raise
                 excess_bytes = max(excess_bytes, unfit.excess_bytes)
         if excess_bytes:
@@ -174,7 +174,7 @@ class Orders:
             try:
                 with made_up():
                     return choose(model, call, self._per_pass)
-            except OffmateError as error:
+            except Exception as error:  # that nobody has made such a batch may show in any way
                 log.info("no plan for a batch that is as large as each of an update, so it is made for the largest one")
                 log.debug("the made-up batch: %s", error)
                 self._unfit.add(call.kind)
@@ -243,11 +243,21 @@ class Orders:
             log.info("the micro-batches of an update run one after the other, and not block by block: %s", why)
 
 
-def _words(call: Call, variant: Variant) -> str:
+def _words(call: Call, lead: Variant, seen: Seen, unfit: Unfit) -> str:
     """Say why a call's micro-batch cannot run in the steps of a plan."""
-    shapes = [", ".join(str(list(shape)) for shape in kind.shapes) for kind in (call.kind, variant.kind)]
-    if shapes[0] == shapes[1]:
-        return "the model decides differently about their values"
+    own, its = ([one.outcome for one in taken] for taken in (lead.prepared.captured.taken, seen.taken))
+    shapes = [", ".join(str(list(shape)) for shape in kind.shapes) for kind in (call.kind, lead.kind)]
+    if unfit.__cause__ is not None:
+        why = next(iter(str(unfit.__cause__).splitlines()), type(unfit.__cause__).__name__).rstrip(".")
+        return (
+            f"the call for one of their batches, with {shapes[0]}, cannot be foreseen: {why}. If the loop computes an "
+            "argument, compute it in the data loader or its collate_fn"
+        )
+    if own != its or shapes[0] == shapes[1]:
+        return (
+            "the model decides differently about the values of their batches, as transformers' models do where one has "
+            "padding and another one has none"
+        )
     return (
         f"their batches have different shapes, and those with {shapes[0]} do not fit into the steps of the plan for "
         f"{shapes[1]}"

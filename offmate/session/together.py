@@ -45,7 +45,7 @@ class Together:
 
     def called(self, call: Call) -> Tensors:
         """Note the next call, and return its tensors; raises ProtocolError if it was not foreseen like this."""
-        if not self._is_of_kind(call):
+        if not self._has_its_settings(call):
             raise ProtocolError(
                 f"the model or torch's settings (modes, attributes, hooks, autocast) have changed before the call for "
                 f"micro-batch {self.number + 2}, but {self._goes_on}, as they were at the first call. No "
@@ -70,15 +70,16 @@ class Together:
         """The variant of the micro-batch whose call or backward() is under way; at first that of the first one."""
         return self._variants[max(self.number, 0)]
 
-    def _is_of_kind(self, call: Call) -> bool:
-        """Return whether a call has the properties of the next one that was foreseen."""
+    def _has_its_settings(self, call: Call) -> bool:
+        """Return whether a call has the properties of the next one that was foreseen, its arguments apart."""
         own = self._variants[min(self.number + 1, len(self._variants) - 1)].kind
-        return call.kind._replace(together=own.together, early=own.early) == own
+        alike = call.kind._replace(together=own.together, early=own.early)
+        return alike._replace(arguments=own.arguments, leaves=own.leaves, strides=own.strides) == own
 
     def expects(self, call: Call) -> bool:
         """Return whether this is the next call, as it was foreseen."""
         following = self._expected[self.number + 1 : self.number + 2]
-        return self._is_of_kind(call) and any(one.differs(_arguments(call)) is None for one in following)
+        return self._has_its_settings(call) and any(one.differs(_arguments(call)) is None for one in following)
 
     def check_begins_pass(self, buffer: str) -> None:
         """Raise ProtocolError if a buffer was edited whose values the forward of the next call has read already."""

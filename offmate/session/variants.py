@@ -328,7 +328,7 @@ class Followers:
         """Raise Unfit if it is known that a call cannot follow."""
         for taken, why in self._unfit.get(kind, ()):
             if batch_decisions.ask_again(taken, tensors) == tuple(one.outcome for one in taken):
-                raise Unfit(why.excess_bytes)
+                raise Unfit(why.excess_bytes) from why.__cause__
 
     def refuse(self, kind: CallKind, taken: tuple[batch_decisions.Decision, ...], why: Unfit) -> None:
         """Note that calls of a kind cannot follow about which the model decides like this."""

@@ -425,6 +425,36 @@ def test_what_cannot_take_the_same_steps_runs_in_the_usual_order(caplog: pytest.
     assert "those with [5], [5] do not fit into the steps of the plan for [12], [12]" in caplog.text
 
 
+def test_an_argument_that_the_loop_computes(caplog: pytest.LogCaptureFixture) -> None:
+    """It cannot be foreseen for batches of other lengths. They run in the usual order, with the same numbers."""
+
+    def losses(model: Any, optimizer: torch.optim.Optimizer, batches: Iterable[Batch]) -> list[float]:
+        found = []
+        for batch in batches:
+            loss = model(x=batch["x"], y=batch["y"].flip(0))["loss"]
+            loss.backward()
+            found.append(loss.item())
+        optimizer.step()
+        return found
+
+    data, expected = words(ROWS[0]), tied()
+    theirs = optimizer_of(expected)
+    model, optimizer = compiled(tied(), config=config())
+    with caplog.at_level(logging.INFO, logger="offmate"):
+        assert losses(model, optimizer, model.offmate.batches(data)) == losses(expected, theirs, data)
+    assert_alike(model, optimizer, expected, theirs)
+    assert "cannot be foreseen: Tied does not export" in caplog.text
+    assert "compute it in the data loader or its collate_fn" in caplog.text
+
+
+def test_a_batch_that_the_loop_cuts() -> None:
+    """The argument is named that is not as announced, whatever its shape."""
+    model, _ = compiled(tied(), config=config())
+    with pytest.raises(offmate.ProtocolError, match=r"the call for micro-batch 2 differs .* its argument x"):
+        for batch in model.offmate.batches(words(ROWS[0])):
+            model(**{name: value[:4] for name, value in batch.items()})["loss"].backward()
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", [0.2, 0.5, 0.9])
 def test_an_interrupt_makes_no_update(where: float) -> None:
