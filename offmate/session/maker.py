@@ -212,7 +212,8 @@ class Maker:
                     model, call.args, call.kwargs, request, self._updater, say, lead.prepared, seen
                 )  # fmt: skip
             except Exception as error:  # the loop may call otherwise; alone, in the usual order, it says why
-                raise Unfit from error
+                lines = str(error).splitlines() or [type(error).__name__]
+                raise Unfit(why=lines[0].rstrip(".")) from error
         if prepared is None:
             raise Unfit
         return self._following(model, prepared, call, (lead,))

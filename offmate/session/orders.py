@@ -247,11 +247,10 @@ def _words(call: Call, lead: Variant, seen: Seen, unfit: Unfit) -> str:
     """Say why a call's micro-batch cannot run in the steps of a plan."""
     own, its = ([one.outcome for one in taken] for taken in (lead.prepared.captured.taken, seen.taken))
     shapes = [", ".join(str(list(shape)) for shape in kind.shapes) for kind in (call.kind, lead.kind)]
-    if unfit.__cause__ is not None:
-        why = next(iter(str(unfit.__cause__).splitlines()), type(unfit.__cause__).__name__).rstrip(".")
+    if unfit.why:
         return (
-            f"the call for one of their batches, with {shapes[0]}, cannot be foreseen: {why}. If the loop computes an "
-            "argument, compute it in the data loader or its collate_fn"
+            f"the call for one of their batches, with {shapes[0]}, cannot be foreseen: {unfit.why}. If the loop "
+            "computes an argument, compute it in the data loader or its collate_fn"
         )
     if own != its or shapes[0] == shapes[1]:
         return (

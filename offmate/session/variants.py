@@ -35,12 +35,16 @@ class Unfit(Exception):
     Parameters
     ----------
     excess_bytes: by how much computes of it hold more at their peaks, if that is all; None if its actions or its items
-        are others.
+        are others. why: what was raised when it was traced; empty if nothing was.
     """
 
-    def __init__(self, excess_bytes: int | None = None) -> None:
-        super().__init__(excess_bytes)
-        self.excess_bytes = excess_bytes
+    def __init__(self, excess_bytes: int | None = None, why: str = "") -> None:
+        super().__init__(excess_bytes, why)
+        self.excess_bytes, self.why = excess_bytes, why
+
+    def again(self) -> Unfit:
+        """Return the same without what it was raised in, which would stay in memory."""
+        return Unfit(self.excess_bytes, self.why)
 
 
 class CallKind(NamedTuple):
@@ -328,11 +332,11 @@ class Followers:
         """Raise Unfit if it is known that a call cannot follow."""
         for taken, why in self._unfit.get(kind, ()):
             if batch_decisions.ask_again(taken, tensors) == tuple(one.outcome for one in taken):
-                raise Unfit(why.excess_bytes) from why.__cause__
+                raise why.again()
 
     def refuse(self, kind: CallKind, taken: tuple[batch_decisions.Decision, ...], why: Unfit) -> None:
         """Note that calls of a kind cannot follow about which the model decides like this."""
-        self._unfit.setdefault(kind, []).append((taken, why))
+        self._unfit.setdefault(kind, []).append((taken, why.again()))
 
 
 class Counts:

@@ -22,7 +22,10 @@ class Generator:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+
+    @property
+    def _module(self) -> Any:
+        return torch if self._device.type == "cpu" else torch.get_device_module(self._device)
 
     @property
     def counts(self) -> bool:
