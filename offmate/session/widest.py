@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.tracing import PRINTS_FAILED_KERNELS
 from .variants import Call
 
 _MOST_LARGER = 2  # times the elements of the largest batch that a made-up one may have
@@ -50,7 +51,7 @@ def widest(calls: Sequence[Call]) -> Call:
 @contextlib.contextmanager
 def made_up() -> Iterator[None]:
     """Keep torch inside from printing a traceback if a batch that nobody has made does not suit a model."""
-    printing = logging.getLogger("torch._subclasses.fake_tensor")
+    printing = logging.getLogger(PRINTS_FAILED_KERNELS)
     before, printing.disabled = printing.disabled, True
     try:
         yield

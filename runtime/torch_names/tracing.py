@@ -23,6 +23,9 @@ DataDependentOutputException = fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
 """Errors of an operator (`func`) that would have to look at values; publicly it appears only in the message."""
 
+PRINTS_FAILED_KERNELS = fake_tensor.__name__
+"""The logger that prints a traceback if an operator fails on tensors without values; no public setting names it."""
+
 GuardOnDataDependentSymNode = symbolic_shapes.GuardOnDataDependentSymNode
 """The error of export at a branch or a bound that depends on values; publicly it is a `RuntimeError` like others."""
 
