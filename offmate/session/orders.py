@@ -252,7 +252,7 @@ def _words(call: Call, lead: Variant, seen: Seen, unfit: Unfit) -> str:
             f"the call for one of their batches, with {shapes[0]}, cannot be foreseen: {unfit.why}. If the loop "
             "computes an argument, compute it in the data loader or its collate_fn"
         )
-    if own != its or shapes[0] == shapes[1]:
+    if (seen.trace is not None and own != its) or shapes[0] == shapes[1]:
         return (
             "the model decides differently about the values of their batches, as transformers' models do where one has "
             "padding and another one has none"

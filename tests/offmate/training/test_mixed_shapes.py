@@ -264,11 +264,10 @@ class Pair(torch.nn.Module):
         return {"loss": cross_entropy(self.head(read + asks).flatten(0, 1), y.flatten())}
 
 
-def test_no_batch_of_a_group_need_be_the_largest_in_everything(caplog: pytest.LogCaptureFixture) -> None:
-    """A plan is made for one that would be; it never runs."""
+def asking(lengths: Iterable[tuple[int, int]]) -> list[Batch]:
+    """Batches for `Pair`, with the lengths of their two inputs."""
     generator = torch.Generator().manual_seed(4)
-    lengths = [(9, 3), (4, 8), (9, 8), (2, 7), (6, 6), (5, 3), (10, 2), (3, 9), (1, 1), (8, 8)]
-    data = [
+    return [
         {
             "x": torch.randn(2, own, 8, generator=generator),
             "z": torch.randn(2, other, 8, generator=generator),
@@ -276,6 +275,11 @@ def test_no_batch_of_a_group_need_be_the_largest_in_everything(caplog: pytest.Lo
         }
         for own, other in lengths
     ]
+
+
+def test_no_batch_of_a_group_need_be_the_largest_in_everything(caplog: pytest.LogCaptureFixture) -> None:
+    """A plan is made for one that would be; it never runs."""
+    data = asking([(9, 3), (4, 8), (9, 8), (2, 7), (6, 6), (5, 3), (10, 2), (3, 9), (1, 1), (8, 8)])
     torch.manual_seed(0)
     expected = Pair()
     torch.manual_seed(0)
@@ -303,15 +307,7 @@ class Placed(Pair):
 
 def test_a_made_up_batch_that_does_not_suit_the_model(caplog: pytest.LogCaptureFixture) -> None:
     """The user's batches do, and train; nothing is printed about one that nobody has made."""
-    generator = torch.Generator().manual_seed(4)
-    data = [
-        {
-            "x": torch.randn(2, own, 8, generator=generator),
-            "z": torch.randn(2, 12 - own, 8, generator=generator),
-            "y": torch.randint(0, 6, (2, 12 - own), generator=generator),
-        }
-        for own in (9, 3, 6, 7, 2)
-    ]
+    data = asking((own, 12 - own) for own in (9, 3, 6, 7, 2))
     torch.manual_seed(0)
     expected = Placed()
     torch.manual_seed(0)
