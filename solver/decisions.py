@@ -72,7 +72,8 @@ class TensorPlan:
     states: the pieces of its optimizer state that leave and return, first rows first (device part).
     states_from: the tier that has its optimizer state, which the host updates piece by piece (CPU part); None for the
         host's own memory.
-    source: the tier that it comes from after it was released, which gets its new values, too.
+    source: the tier that it comes from after it was released, which gets its new values, too; or that of float32 copies
+        which the host's updates leave in RAM (CPU part).
     """
 
     name: str
@@ -103,13 +104,18 @@ class TensorPlan:
         return self.source == HOST and (self.cpu or self.has_copy)
 
     @property
+    def may_be_cast(self) -> bool:
+        """Return whether the host updates it and has its state and its values in RAM."""
+        return self.cpu and self.states_from is None and self.source == HOST
+
+    @property
     def has_copy(self) -> bool:
         """Return whether a tier beside the device needs a copy of the values that it has on the device."""
         return self.out is not None or self.leaves
 
     def updated_from(self, tier: str, *, with_values: bool) -> TensorPlan:
         """Return the plan with its state, which the host updates, on a tier; with or without the parameter's values."""
-        return replace(self, states_from=tier, source=tier if with_values else self.source)
+        return replace(self, states_from=tier, source=tier if with_values else HOST)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
             if option["launched"] is None:
                 del option["launched"]
         for group in fields["groups"]:
-            for absent in ("in_files", "cpu_log_s"):
+            for absent in ("in_files", "cpu_log_s", "has_copies"):
                 if not group[absent]:
                     del group[absent]
             if group["in_pieces_on_host"]:
@@ -53,8 +53,9 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
         if not record.handed:
             del fields["handed"]
         for flow in fields["groups"].values():
-            if not flow["from_files"]:
-                del flow["from_files"]
+            for absent in ("from_files", "cast"):
+                if not flow[absent]:
+                    del flow[absent]
     return {"format": name, "version": version} | _plain(fields)
 
 

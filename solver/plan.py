@@ -65,8 +65,8 @@ def plan(
     schedule (see refinements.py), and the fastest is taken. Where the host's memory limits copies and updates together,
     the schedule that is planned without this limit is taken if it is faster under it. Where the host's memory is full,
     a second search lets what is there at different times share it. Trained parameters, activations and interface values
-    leave to files, the host updates states in files, and values leave between neighbouring steps, only where there is
-    no plan without that, or a faster one with it.
+    leave to files, the host updates states in files, parameters are cast from float32 copies, and values leave between
+    neighbouring steps, only where there is no plan without that, or a faster one with it.
 
     Parameters
     ----------
@@ -100,12 +100,13 @@ def _in_files(
 ) -> Planned:
     """Plan, and let more leave to files where there is no plan without that, or a faster one with it."""
     states_only = problem.with_values_in_ram
-    in_ram = states_only.with_host_updates_in_ram
+    in_ram = states_only.with_host_updates_in_ram.without_casts
     ways = [in_ram.with_parameters_in_ram]
     ways += [in_ram] if problem.parameter_tiers else []
     if problem.host_update_tier is not None:
         ways += [states_only.with_parameters_in_ram, *([states_only] if problem.parameter_tiers else [])]
-    ways += [problem] if problem.value_tiers else []
+    ways += [problem] if problem.value_tiers or problem.cast_tier is not None else []
+    ways = list(dict.fromkeys(ways))
     found = _in_time(ways[0], limits, ladder, report)
     for way in ways[1:]:
         worth = _WORTH_FILES if way.value_tiers or way.host_update_tier is None else _WORTH_HOST_UPDATES

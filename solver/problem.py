@@ -140,6 +140,24 @@ class Problem(InPasses):
         return self.host_update_tier is not None and group.in_pieces_on_host and group.state_bytes > 0
 
     @property
+    def cast_tier(self) -> Tier | None:
+        """The tier of parameters that are cast from float32 copies in RAM, if there is one.
+
+        Before the gate the host's memory has to keep their old values.
+        """
+        planned = self.update == "planned" and not self.speculates
+        return next((tier for tier in self.rates.tiers if tier.casts), None) if planned else None
+
+    def may_cast(self, group: Group) -> bool:
+        """Return whether parameters that the host updates may come from their float32 copies."""
+        return self.cast_tier is not None and group.has_copies and group.side != "device"
+
+    @property
+    def without_casts(self) -> Problem:
+        """The problem in which RAM has every parameter that comes from there."""
+        return replace(self, rates=replace(self.rates, tiers=tuple(t for t in self.rates.tiers if not t.casts)))
+
+    @property
     def values_beside_states(self) -> bool:
         """Whether parameters whose states the host updates from files lie there, too, and are updated with them.
 
@@ -191,8 +209,8 @@ class Problem(InPasses):
 
     @property
     def buffers_bytes(self) -> int:
-        """Bytes of the host's memory that copies through the host take."""
-        return sum(tier.buffers_bytes for tier in self.rates.tiers)
+        """Bytes of the host's memory that copies through the host take, but for those that are cast there."""
+        return sum(tier.buffers_bytes for tier in self.rates.tiers if not tier.casts)
 
     def with_capacities(self, tiers: Mapping[str, int]) -> Problem:
         """Return the problem with other capacities of some tiers, in bytes by name."""

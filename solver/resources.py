@@ -9,6 +9,7 @@ from math import inf
 from typing import Any, ClassVar
 
 HOST = "host"
+CAST_BYTES = 3  # of the host's memory that a cast reads and writes, per byte that it makes of float32 ones
 HOSTS_WORK = ("update-cpu", "accumulate-cpu")  # kinds of actions that a worker can do, by their words
 
 
@@ -132,6 +133,8 @@ class Tier:
     for_values: whether activations and interface values may leave to it, although it is for states.
     for_host_updates: whether it may hold optimizer states that the host updates. They come to the host's memory piece
         by piece, are updated there and written back, without the host's link.
+    casts: whether it stands for the float32 copies among the states in RAM, which are cast for each copy of their
+        parameter to the device. Nothing leaves to it.
     """
 
     path: Path
@@ -142,6 +145,7 @@ class Tier:
     for_parameters: bool = False
     for_values: bool = False
     for_host_updates: bool = False
+    casts: bool = False
 
     @property
     def name(self) -> str:
@@ -195,6 +199,7 @@ class Rates:
             return {}
         needs = {link: self.bytes_per_s(link) for path in self.paths.values() for link in path.links
                  if path.tier == HOST or path.through_host}  # fmt: skip
+        needs |= {tier.path.into: CAST_BYTES * needs[tier.path.into] for tier in self.tiers if tier.casts}
         needs |= {worker: self.worker_bytes_per_s for worker in self.working if worker != Resource.COMPUTE}
         return {resource: need / self.host_memory_bytes_per_s for resource, need in needs.items()}
 
@@ -279,7 +284,8 @@ class Rates:
         for tier in tiers:
             may_be_absent = ((tier["path"], "per_copy_s"), (tier["path"], "through_host"),
                              (tier, "holds_frozen"), (tier, "buffers_bytes"), (tier, "for_states"),
-                             (tier, "for_parameters"), (tier, "for_values"), (tier, "for_host_updates"))  # fmt: skip
+                             (tier, "for_parameters"), (tier, "for_values"), (tier, "for_host_updates"),
+                             (tier, "casts"))  # fmt: skip
             for row, name in may_be_absent:
                 if not row[name]:
                     del row[name]

@@ -121,6 +121,8 @@ class Group:
     in_files: whether it is frozen, and every tier that holds frozen parameters holds it.
     cpu_log_s: seconds that an update of the whole group on the host takes longer if it keeps a log of the old values.
     in_pieces_on_host: whether the host, too, may update its tensors piece by piece of their states.
+    has_copies: whether the state of each of its tensors has a copy of it in float32, of which the tensor is the rounded
+        value after every update.
     """
 
     name: str
@@ -136,6 +138,7 @@ class Group:
     in_files: bool = False
     cpu_log_s: float = 0.0
     in_pieces_on_host: bool = True
+    has_copies: bool = False
 
     @property
     def trainable(self) -> bool:

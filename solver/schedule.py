@@ -70,8 +70,9 @@ class Schedule(InPasses):
     computes: specification of every compute action by name.
     update_cpu_s, update_device_s: seconds per tensor for the tensors updated there.
     homes: by item, the tier that it leaves to, if that is not the host. A frozen parameter with such a home comes from
-        there, and never leaves to it. A trained one is updated by the device. The state of a tensor that the host
-        updates has one if it lies in files: its pieces are read for the update, one after another, and written back.
+        there, and never leaves to it. A trained one is updated by the device, or cast from its float32 copy in RAM. The
+        state of a tensor that the host updates has one if it lies in files: its pieces are read for the update, one
+        after another, and written back.
     log_cpu_s: seconds per tensor that an update on the host takes longer if it keeps a log of the old values; empty if
         no update may start before the gate.
     add_cpu_s, add_device_s: seconds per tensor to add a gradient to its total, for the tensors updated there; empty for
@@ -187,11 +188,19 @@ class Schedule(InPasses):
         and those that the host updates there. One that is always on the device is written when somebody reads it.
         """
         if not self.trained_homes:
-            return frozenset()
+            return self.cast_parameters
         moving = (Kind.OFFLOAD, Kind.PREFETCH)
         to_ram = {a.item for a in self.actions if a.kind in moving and a.item not in self.homes}
         by_host = items_named(self.trained_homes, ItemKind.PARAMETER) & self.update_cpu_s.keys()
-        return frozenset(self.update_device_s) - items_named(to_ram, ItemKind.PARAMETER) | by_host
+        return (
+            frozenset(self.update_device_s) - items_named(to_ram, ItemKind.PARAMETER) | by_host | self.cast_parameters
+        )
+
+    @cached_property
+    def cast_parameters(self) -> frozenset[str]:
+        """The parameters that come from float32 copies in RAM; they themselves are in files, written when read."""
+        casts = {tier.name for tier in self.rates.tiers if tier.casts}
+        return frozenset(item.name for item, home in self.homes.items() if home in casts)
 
     @cached_property
     def values_in_files(self) -> frozenset[Item]:
@@ -225,6 +234,8 @@ class Schedule(InPasses):
         written = self.trained_homes
         leaving = [(i, home) for i, home in self.homes.items() if i.kind is not ItemKind.PARAMETER or i in written]
         leaving += [(i, self.homes[i]) for name in self.in_two_slots for i in self.states[name]]
+        files = next((tier.name for tier in self.rates.tiers if tier.for_states), None)
+        leaving += [(Item(ItemKind.PARAMETER, name), files) for name in self.cast_parameters if files is not None]
         away = [(tier, sum(self.item_bytes[item] for item, home in leaving if home == tier.name))
                 for tier in self.rates.tiers]  # fmt: skip
         return ((Tier(self.rates.host, self.host_budget_bytes), self.host_layout.used_bytes), *away)

@@ -61,6 +61,7 @@ class GroupFlow:
     sources: by tier, the part of a frozen group that comes from there after it was dropped; empty if all of it comes
         from the host.
     from_files: of the CPU part, the fraction of the group whose states lie in files.
+    cast: of the CPU part, the fraction of the group of which RAM has float32 copies alone.
     """
 
     cpu_part: float = 0.0
@@ -80,6 +81,7 @@ class GroupFlow:
     state_tiers: dict[str, float] = field(default_factory=dict)
     sources: dict[str, float] = field(default_factory=dict)
     from_files: float = 0.0
+    cast: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ..solver.items import Item
 from ..solver.options.pieces import Grid, in_pieces
 from ..solver.problem import Block, Group, Output, Problem, Rates, Shared, Side, TensorSize, Value, update_steps
 from ..solver.steps import Direction, steps_of
+from .float32_copies import tier_of
 from .frozen_files import FrozenFiles
 from .options import BlockClass, option_numbers
 from .state_files import StateFiles
@@ -39,6 +40,7 @@ class Trainable:
     side: which side may update it. cpu_norm_s, device_norm_s: seconds to unscale its gradient and to take its norm, as
         far as scaling and clipping ask for it.
     cpu_log_s: seconds that an update on the host takes longer if it keeps a log of the old values.
+    has_copy: whether its state has a float32 copy of it, of which it is the rounded value after every update.
     """
 
     state_bytes: int
@@ -52,6 +54,7 @@ class Trainable:
     device_norm_s: float = 0.0
     cpu_log_s: float = 0.0
     by_rows_on_host: bool = True
+    has_copy: bool = False
 
     def add_s(self, micro_batches: int) -> tuple[float, float]:
         """Return the seconds of an addition on the host, and on the device, a share of the total's norm included.
@@ -163,9 +166,11 @@ class Lowering:
             gate=gate,
             **budgets,
         )
-        tiers = tuple(one.tier for one in (self.files, self.storage) if one is not None)
+        tiers = [one.tier for one in (self.files, self.storage) if one is not None]
+        copies = tier_of(groups, shared_cores)
         if tiers:
-            problem = replace(problem, rates=replace(problem.rates, tiers=tiers))
+            more = () if copies is None else (copies,)
+            problem = replace(problem, rates=replace(problem.rates, tiers=(*tiers, *more)))
         return Lowered(problem, self.classes, self.blocks, self.prelude, value_item)
 
     def _incoming_bytes(self, index: int) -> int:
@@ -243,6 +248,7 @@ class Lowering:
     def _groups(self, micro_batches: int, together: bool) -> tuple[Group, ...]:
         members: dict[tuple[Any, ...], list[tuple[TensorSize, Trainable]]] = {}
         grids: dict[str, Grid] = {}
+        may_be_cast = self.storage is not None and self.storage.for_parameters
         nothing = Trainable(0, False, 0.0, 0.0, 0.0, 0.0)
         for node in self.captured.graph.nodes:
             if node.name not in self.captured.params:
@@ -278,6 +284,8 @@ class Lowering:
                 in_files=in_files,
                 cpu_log_s=sum(t.cpu_log_s for _, t in tensors),
                 in_pieces_on_host=all(t.by_rows_on_host or not t.by_rows for _, t in tensors),
+                # What is cast lies in files, for whoever reads it.
+                has_copies=may_be_cast and bool(grads) and all(t.has_copy for _, t in tensors),
             )
             for (uses, grads, _, side, in_files), tensors in members.items()
         )

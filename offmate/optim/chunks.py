@@ -33,6 +33,7 @@ def step_in_chunks(
     factor: torch.Tensor | None = None,
     *,
     widened: bool = False,
+    casts: bool = True,
 ) -> None:
     """Update float32 values by an element-wise optimizer, with the bits of one whole update.
 
@@ -40,7 +41,8 @@ def step_in_chunks(
     ----------
     kind: class of the optimizer. inner: an instance of it that holds only `leaf`, the values, with its state, which the
         first update makes. param: of lower precision, which follows them; or the same memory. factor: multiplies the
-        gradient first, in place, or its float32 values if it is to be `widened` before; None for 1.
+        gradient first, in place, or its float32 values if it is to be `widened` before; None for 1. casts: whether
+        `param` gets the new values.
     """
     master, state = leaf.data, inner.state[leaf]
     grad, low, whole = gradient.view(-1), param.view(-1), master.view(-1)
@@ -62,7 +64,7 @@ def step_in_chunks(
             for key, value in state.items()
         }
         bare_step(kind)(inner)
-        if low.data_ptr() != whole.data_ptr():
+        if casts and low.data_ptr() != whole.data_ptr():
             low[chunk].copy_(leaf)
         for key, value in given.items():
             if is_bulk(value):  # the first update makes tensors; later ones change them in place

@@ -12,13 +12,12 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ArgumentTypeError
+from ..runtime.replay.cast import MASTER as MASTER
 from ..runtime.torch_names.modules import bare_step, state_at_construction
 from ..runtime.torch_names.tensors import version_of
 from .chunks import may_be_cut, step_in_chunks, take_over_edits
 from .lone import lone
 from .rows import works_by_element
-
-MASTER = "master"
 
 # The version and the address that float32 copies had after the last step, or when they were loaded; by `note_copy`.
 _left: MutableMapping[torch.Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
@@ -78,7 +77,8 @@ class WithMasters:
     """Mixin for an optimizer class, `_kind`; see `with_master_weights`.
 
     State: `factor`, by which the next step multiplies all gradients, None for 1; `follows`, whether a step looks for
-    edits of parameters, which a plan notices itself.
+    edits of parameters, which a plan notices itself; `casts`, whether parameters take their copies' values after a
+    step, which a plan may do later.
     """
 
     _kind: Any
@@ -86,6 +86,7 @@ class WithMasters:
     state: dict[torch.Tensor, dict[str, Any]]
     factor: torch.Tensor | None = None
     follows: bool = True
+    casts: bool = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -116,13 +117,13 @@ class WithMasters:
         own = {leaf: {k: v for k, v in state.items() if k != MASTER}}
         inner = lone(self._kind, self.__dict__, [{**group, "params": [leaf]}], own)
         if low and works_by_element(self._kind) and may_be_cut(param, grad, leaf, own[leaf]):
-            step_in_chunks(self._kind, inner, leaf, param, grad, self.factor)
+            step_in_chunks(self._kind, inner, leaf, param, grad, self.factor, casts=self.casts)
         else:
             if self.factor is not None:
                 grad.mul_(self.factor)
             leaf.grad = grad.float() if low else grad
             bare_step(self._kind)(inner)
-            if low:
+            if low and self.casts:
                 param.copy_(leaf)
         state.update(inner.state[leaf])
         if low and self.follows:

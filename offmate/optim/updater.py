@@ -21,7 +21,7 @@ from ..runtime.torch_names.modules import bare_step
 from ..runtime.torch_names.scalers import can_unscale, check_and_unscale
 from .lone import lone
 from .low import step_low, updated_in
-from .masters import WithMasters, first_state
+from .masters import MASTER, WithMasters, first_state
 from .rows import depends_on_threads, works_by_element
 
 log = logging.getLogger("offmate")
@@ -174,6 +174,7 @@ class Updater:
         grad: torch.Tensor,
         state: dict[str, Any],
         factor: torch.Tensor | None = None,
+        casts: bool = True,
     ) -> None:
         """Update `param` in place; see `Update`."""
         # A worker has one thread; for these updates it needs as many as plain PyTorch takes. The default for new
@@ -181,7 +182,7 @@ class Updater:
         dtype = state.get(WHOLE, param).dtype
         if torch.get_num_threads() != self.threads and depends_on_threads(self.base, self.groups[name], dtype):
             torch.set_num_threads(self.threads)
-        self.step_one(self.groups[name], param, grad, state, factor=factor)
+        self.step_one(self.groups[name], param, grad, state, factor=factor, casts=casts)
 
     def begin_state(self, name: str, param: torch.Tensor, state: dict[str, Any]) -> None:
         """Fill the empty state of a parameter as a fused optimizer does whose first update a scaler has it skip."""
@@ -197,6 +198,7 @@ class Updater:
         state: dict[str, Any],
         skips: bool = False,
         factor: torch.Tensor | None = None,
+        casts: bool = True,
     ) -> None:
         """Update one tensor in place with given hyperparameters; `state` is filled at the first update.
 
@@ -205,6 +207,7 @@ class Updater:
         param: or its copy in a lower precision, where `state` has the parameter itself under `WHOLE`.
         grad: in the parameter's precision or in a lower one, to which autocast casts it.
         skips: a fused kernel then changes nothing. factor: by which the gradient is multiplied first, None for 1.
+        casts: whether the parameter takes the new value of its float32 copy, if it has one.
         """
         if WHOLE in state or grad.dtype != param.dtype:
             _place_scalars(state, param.device if hyper.get("fused") or hyper.get("capturable") else _CPU)
@@ -212,12 +215,12 @@ class Updater:
             return
         leaf = torch.nn.Parameter(param.data)
         leaf.grad = grad
-        if not state:
+        if not state.keys() - {MASTER}:
             state.update(first_state(self.base, hyper, leaf))
         _place_scalars(state, leaf.device if hyper.get("fused") or hyper.get("capturable") else _CPU)
         single = lone(self.base, self.optimizer.__dict__, [{**hyper, "params": [leaf]}], {leaf: state})
         if issubclass(self.base, WithMasters):
-            single.follows, single.factor = False, factor
+            single.follows, single.factor, single.casts = False, factor, casts
         elif factor is not None:
             grad.mul_(factor)
         if self.grad_scales is not None:

@@ -20,6 +20,7 @@ from ..lowering.state_files import StateFiles
 from ..machines.devices import EMULATED, accelerator
 from ..machines.hardware import Hardware
 from ..machines.links import LinkRates
+from ..optim.masters import has_master
 from ..optim.updater import UpdateCost, Updater
 from ..plans.plan import Plan
 from ..profile.figures import measure_all, work_out
@@ -197,6 +198,7 @@ def lower(
             c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s, side_of(request.config.updates, n),
             *_looks_s(request, c), cpu_log_s=c.cpu_log_s if request.speculates else 0.0,
             by_rows_on_host=updater is not None and updater.by_rows_on_host(n, params[n].dtype),
+            has_copy=updater is not None and has_master(updater.base, params[n]),
         )
         for n, c in updates.items()
     }  # fmt: skip

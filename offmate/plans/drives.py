@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..lowering.state_files import StatePath
 from ..sizes import format_bytes, format_wear
+from ..solver.items import parameter
 from ..solver.resources import Path
 from ..solver.schedule import Schedule
 
@@ -38,11 +39,22 @@ def in_files(schedule: Schedule) -> str:
     """Name the kinds of what a schedule keeps in files on storage paths."""
     kinds = {
         "optimizer states": schedule.states_in_files,
-        "parameters": schedule.trained_homes,
+        "parameters": schedule.trained_homes | schedule.cast_parameters,
         "activations": schedule.values_in_files,
     }
     *more, last = (words for words, there in kinds.items() if there) if any(kinds.values()) else ("optimizer states",)
     return f"{', '.join(more)} and {last}" if more else last
+
+
+def cast_words(schedule: Schedule) -> list[str]:
+    """Say how much RAM parameters do not take that are cast from their float32 copies; nothing if none are."""
+    spared = sum(schedule.item_bytes[parameter(name)] for name in schedule.cast_parameters)
+    if not spared:
+        return []
+    return [
+        f"{format_bytes(spared)} of parameters take no RAM: for each copy to the GPU, they are cast from the float32 "
+        "copies that the optimizer keeps there, and they are written to the storage paths when somebody reads them"
+    ]
 
 
 def path_words(moved: tuple[int, int], paths: Sequence[StatePath], step_s: float) -> list[str]:

@@ -31,7 +31,7 @@ from .about import UNKNOWN, About
 from .accumulation import chosen_words
 from .break_even import BreakEven
 from .diff import Compared, PlanDiff, diff
-from .drives import in_files, path_words, stored_words
+from .drives import cast_words, in_files, path_words, stored_words
 from .orders import OtherOrder, order_words, other_trial
 from .saved import read, to_text
 from .table import BlockRow, plan_table
@@ -214,7 +214,8 @@ class Plan:
     def read_bytes(self) -> int:
         """Bytes of frozen parameters that are read from files per step."""
         homes, sizes = self.schedule.homes, self.schedule.item_bytes
-        frozen = {i for i in homes if i.kind is ItemKind.PARAMETER} - self.schedule.trained_homes
+        tiers = {tier.name for tier in self.schedule.rates.tiers if tier.holds_frozen}
+        frozen = {i for i, home in homes.items() if i.kind is ItemKind.PARAMETER and home in tiers}
         read = ((times, a.item) for times, a in self._all_actions if a.kind is Kind.PREFETCH)
         return sum(times * sizes[item] for times, item in read if item in frozen)
 
@@ -282,6 +283,7 @@ class Plan:
             f"{updated}; {len(recomputing)} of {len(self.blocks)} blocks recompute",
         ]
         lines += low_precision.words(self.schedule, self.low, self.low_gradients)
+        lines += cast_words(self.schedule)
         if self.logged_bytes:
             lines.append(
                 "a step that clips and skips nothing is predicted: the CPU updates before that is known, and keeps "

@@ -80,5 +80,6 @@ class Copies:
             param: torch.Tensor = self._host.params[name]
             state: dict[str, Any] = self._host.states.get(name, {})
             follows = self._updater is not None and MASTER in state and has_master(self._updater.base, param)
-            if follows and name not in self._written:
+            # Nobody can have read, or written into, what is older than its copy.
+            if follows and name not in self._written and name not in self._host.newer_copies:
                 yield param, state[MASTER]

@@ -36,10 +36,10 @@ class FromFiles:
     Of the tensors whose events have happened, the one submitted first goes first.
     """
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, name: str, changed: threading.Condition) -> None:
         # A point in a stream notifies nobody when it is reached. So a job begins once all its events are in streams, or
         # have happened on threads, and waits for the streams itself.
-        self.lane = Lane("from-files", 1, changed, launches=True)
+        self.lane = Lane(name, 1, changed, launches=True)
         self._ring = Ring()
 
     def bring(

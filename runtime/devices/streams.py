@@ -124,7 +124,7 @@ class StreamDevice:
             Resource.OUT: _Direction(device, Resource.OUT, "copy-out", self.changed, staging.OUT_OF),
         }
         self._workers: dict[Resource, Lane] = {}
-        self._from_files: FromFiles | None = None
+        self._from_files: dict[bool, FromFiles] = {}  # by whether what they read is in RAM
         self._to_files: ToFiles | None = None
         self._file_lanes: list[Lane] = []
         self._host_lanes: dict[Resource, Lane] = {}
@@ -198,12 +198,12 @@ class StreamDevice:
     ) -> Event:
         into = flat_bytes(target)
         assert into is not None
-        if self._from_files is None:
-            self._from_files = FromFiles(self.changed)
-            self._file_lanes.append(self._from_files.lane)
+        if source.in_ram not in self._from_files:
+            self._from_files[source.in_ram] = FromFiles("casts" if source.in_ram else "from-files", self.changed)
+            self._file_lanes.append(self._from_files[source.in_ram].lane)
         now = StreamEvent(stream_on(self.torch_device))  # work launched until now may still use the target's memory
         launch = _ToDevice(self._ways[Resource.IN], now)
-        event = self._from_files.bring(into, source, after, launch, self.recorder, link)
+        event = self._from_files[source.in_ram].bring(into, source, after, launch, self.recorder, link)
         self.arena.copied(target, event)
         return event
 

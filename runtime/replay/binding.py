@@ -149,6 +149,7 @@ class HostState:
     files: frozen parameters that can be read from files, byte for byte as in `params`.
     store: host memory in files; None if there is none. in_store: the parameters whose states are kept there.
     low: parameters of which `params` holds a copy in a lower precision; they themselves are in `states`, under `WHOLE`.
+    newer_copies: parameters in files of the store that are older than the float32 copies in their states (see cast.py).
     """
 
     params: dict[str, torch.Tensor]
@@ -164,6 +165,7 @@ class HostState:
     store: MappedStore | None = None
     in_store: frozenset[str] = frozenset()
     low: set[str] = field(default_factory=set)
+    newer_copies: set[str] = field(default_factory=set)
 
     @property
     def stored(self) -> bool:
@@ -205,11 +207,13 @@ class Update(Protocol):
         grad: torch.Tensor,
         state: dict[str, object],
         factor: torch.Tensor | None = None,
+        casts: bool = True,
     ) -> None:
         """Update `param`.
 
         Parameters
         ----------
         state: filled at the first update. factor: by which the gradient is multiplied first, in place, None for 1.
+        casts: whether a parameter with a float32 copy in its state takes the copy's new value.
         """
         ...

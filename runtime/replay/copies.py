@@ -12,6 +12,7 @@ from ...solver.resources import Path
 from ..events import Event, UnderWay
 from ..layouts import steps_of
 from ..storage.file_bytes import BytesInFile
+from .cast import CastBytes
 from .contents import Buffer
 from .world import World
 
@@ -52,6 +53,15 @@ def bring_from_file(world: World, item: Item, like: torch.Tensor, source: BytesI
     target = world.device.empty_like(like)
     read = world.device.read_in(target, source, world.schedule.path_of(item).into)
     return Buffer({"": target}, UnderWay(f"the copy of {item} from {source.path} to the device", (read,)))
+
+
+def bring_cast(world: World, item: Item) -> Buffer:
+    """Start to bring a parameter to new device memory from its float32 copy, or from its files if that is not newer."""
+    home = world.host.params[item.name]
+    after: tuple[Event, ...] = (world.contents.written[item],) if item in world.contents.written else ()
+    target, source = world.device.empty_like(home), CastBytes.of(world.host, item.name)
+    arrived = world.device.read_in(target, source, world.schedule.path_of(item).into, after)
+    return Buffer({"": target}, UnderWay(f"the copy of {item} to the device", (arrived,)))
 
 
 def send(world: World, item: Item, buffer: Buffer, targets: dict[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from ...solver.items import Item, ItemKind
 from ...solver.resources import HOST
 from .activations import Offloaded, ValueGradients, Values
 from .contents import Buffer, Contents
-from .copies import Homes, bring, bring_from_file, send
+from .copies import Homes, bring, bring_cast, bring_from_file, send
 from .gradients import Gradients
 from .states import States
 from .world import World
@@ -54,11 +54,14 @@ class Parameters:
 
     def __init__(self, world: World, unmoved: frozenset[str]) -> None:
         self._world, self._contents, self._unmoved = world, world.contents, unmoved
+        self._cast = world.schedule.cast_parameters
 
     def bring(self, item: Item) -> None:
         home, file = self._world.host.params[item.name], self._world.host.files.get(item.name)
         if item.name in self._unmoved:
             self._contents.params[item.name] = Buffer({"": home})
+        elif item.name in self._cast and self._world.host.stores(item.name):
+            self._contents.params[item.name] = bring_cast(self._world, item)
         elif self._world.tier_of(item) == HOST:
             self._contents.params[item.name] = bring(self._world, item, {"": home})
         elif file is not None:

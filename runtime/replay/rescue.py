@@ -7,6 +7,7 @@ import torch
 from ...errors import StorageError
 from ...solver.items import Item, ItemKind
 from ..events import ActionFailed
+from .cast import bring_home
 from .low_copies import WHOLE
 from .states import States
 from .world import World
@@ -33,7 +34,7 @@ class Rescue:
 
         Returns: the tensors whose newest values are lost by that.
         """
-        contents, lost = self._contents, set()
+        contents, lost = self._contents, set[str]()
         with torch.no_grad():
             for item in sorted(contents.newer):
                 try:
@@ -43,6 +44,7 @@ class Rescue:
                         raise
                     lost.add(item.name)
             self._rescue_scalars()
+        lost |= bring_home(self._host, after_failure=after_failure)
         contents.newer.clear()
         contents.states_at_home.clear()
         self.buffers()
@@ -90,7 +92,7 @@ class Rescue:
                 state.update({key: known[key] for key in away})
         contents.newer.clear()
         contents.newer_buffers.clear()
-        return frozenset(lost)
+        return frozenset(lost) | bring_home(self._host, after_failure=True)
 
     def one(self, item: Item) -> None:
         """Copy an item's values to the host."""

@@ -13,6 +13,7 @@ from ...solver.schedule import Kind
 from ..events import Event, UnderWay
 from ..ledger import LimitExceeded
 from .binding import Update
+from .cast import MASTER, make_copy, stays_behind
 from .contents import Buffer, is_bulk
 from .gate import Gate
 from .gradients import Gradients
@@ -30,6 +31,7 @@ class Updates:
         self._gradients, self._gate, self._rescue = gradients, gate, rescue
         self._update, self._updated = world.update, world.updated
         self._planned, self._shared = world.schedule.item_bytes, world.shared_host
+        self._cast = world.schedule.cast_parameters
         self._worker = world.schedule.rates.worker(Kind.UPDATE_CPU.value)
         self._ring = StateRing(world, states)
 
@@ -63,6 +65,7 @@ class Updates:
                 return
             param, state = host.params[name], host.states.setdefault(name, {})
             _update_rest(update, name, param, grad, state, done, known, scale)
+            host.written((param,))
             self._made(name)
 
         self.adopt(name, self._device.update_on_host(work, after, self._worker))
@@ -97,12 +100,20 @@ class Updates:
     def make(self, name: str, grad: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         """Update a whole parameter on the host, now and in this thread; `scale` multiplies its gradient first."""
         host = self._host
-        self._known()(name, host.params[name], grad, host.states.setdefault(name, {}), scale)
+        param, state = host.params[name], host.states.setdefault(name, {})
+        if name in self._cast and stays_behind(host, name):
+            if MASTER not in state:
+                make_copy(host, name)
+            self._known()(name, param, grad, state, scale, casts=False)
+            host.newer_copies.add(name)
+        else:
+            self._known()(name, param, grad, state, scale)
+            host.written((param,))
+            host.newer_copies.discard(name)
         self._made(name)
 
     def _made(self, name: str) -> None:
         self._host.states_written(name)
-        self._host.written((self._host.params[name],))
         self._host.updates[name] = self._host.updates.get(name, 0) + 1
 
     def adopt(self, name: str, under_way: Event, values: tuple[Event, ...] = ()) -> None:

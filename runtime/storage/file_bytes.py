@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -18,6 +18,11 @@ from .stored import Stored
 
 class BytesInFile(Protocol):
     """The bytes of a dense tensor in a file."""
+
+    @property
+    def in_ram(self) -> bool:
+        """Whether reads usually find them in RAM, so that they need not wait for those of files."""
+        ...
 
     @property
     def start(self) -> int:
@@ -65,6 +70,7 @@ class FileBytes:
     engine: Engine
     file: ReadOnlyFile
     start: int
+    in_ram: ClassVar[bool] = False
 
     @property
     def path(self) -> Path:
@@ -86,6 +92,7 @@ class StoredBytes:
     engine: Engine
     stored: Stored
     start: int
+    in_ram: ClassVar[bool] = False
 
     @property
     def path(self) -> Path:

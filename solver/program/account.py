@@ -28,6 +28,7 @@ class Account:
     passing: list[Terms] | None  # as `rise`, of what is on the host for some steps; None if it counts in `tiers`
     traffic: Terms = field(default_factory=dict)  # all bytes that move, for the objective
     ring: Terms = field(default_factory=dict)  # 1 if the host updates whole groups from files
+    casts: Terms = field(default_factory=dict)  # 1 if whole groups are cast
 
     @staticmethod
     def of(rates: Rates, n_steps: int, host_in_time: bool = False) -> Account:

@@ -82,6 +82,7 @@ class GroupColumns:
     away: tuple[Away, ...] = ()
     sources: tuple[Source, ...] = ()
     from_files: Terms = field(default_factory=dict)
+    cast: Terms = field(default_factory=dict)
 
 
 def mark(path: Path) -> str:

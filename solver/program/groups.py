@@ -104,10 +104,14 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     states = add_states(problem, group, updated, x, builder, account)
     sources = [Source(to_host.path, hosted, to_host.part)]
     sources += [Source(o.path, add((1.0, by_host.on(o.path.tier)), (1.0, o.part)), o.part) for o in others]
+    if by_host.cast:
+        assert problem.cast_tier is not None
+        sources.append(Source(problem.cast_tier.path, by_host.cast, NONE))
     gaps = _others(problem, group, span.between, sources, builder, account)
     several = tuple(sources) if others else ()
     return GroupColumns(
-        x, grad_out, lead_out, lead_back, update, cpu_back, departures, wait, states, gaps, several, stored
+        x, grad_out, lead_out, lead_back, update, cpu_back, departures, wait, states, gaps, several, stored,
+        by_host.cast,
     )  # fmt: skip
 
 
@@ -118,13 +122,14 @@ class _ByHost:
     Parameters
     ----------
     stored: the part whose states lie in files. in_ram: the part whose values are in RAM. beside: the tier that has the
-        values of the others, None if there are none.
+        values of those in files, None if they are in RAM. cast: the part of which RAM has the float32 copies alone.
     in_place: the updates of states in RAM. updates: all of them. back: the new values that come in, from either place.
     """
 
     stored: Terms
     in_ram: Terms
     beside: str | None
+    cast: Terms
     in_place: Flow
     updates: Flow
     back: Flow
@@ -147,9 +152,16 @@ def _host_updates(
     in_place = updates = flow(builder, f"Opt[{name}]", idle, steps, rest)
     count_updates(problem, group, in_place, group.cpu_log_s, account)
     beside = tier if stored and problem.values_beside_states else None
-    in_ram = rest if beside else x
+    cast = _cast_part(problem, group, rest, builder, account)
+    in_ram = add((1.0, rest if beside else x), (-1.0, cast)) if cast else rest if beside else x
     back = flow(builder, f"ParInC[{name}]", idle, returns, in_ram)
     come(group.param_bytes, back, account, copies=group.param_copies)
+    if cast:
+        assert problem.cast_tier is not None
+        copied = flow(builder, f"ParInM[{name}]", idle, returns, cast)
+        come(group.param_bytes, copied, account, problem.cast_tier.path.into, copies=group.param_copies)
+        follows(builder, f"ParInM after Opt[{name}]", copied, in_place)
+        back = back.plus(copied)
     from_files = None
     if stored:
         from_files = add_updates_from_files(problem, group, span, steps, stored, builder, account)
@@ -161,7 +173,20 @@ def _host_updates(
         follows(builder, f"ParInF after OptF[{name}]", read, from_files)
         come(group.param_bytes, read, account, beside.path.into, copies=group.param_copies)
         back = back.plus(read)
-    return _ByHost(stored, in_ram, beside.name if beside else None, in_place, updates, back)
+    return _ByHost(stored, in_ram, beside.name if beside else None, cast, in_place, updates, back)
+
+
+def _cast_part(problem: Problem, group: Group, in_place: Terms, builder: Builder, account: Account) -> Terms:
+    """Add the column of the CPU part of which RAM has the float32 copies alone; nothing if none may."""
+    if not problem.may_cast(group) or not in_place:
+        return NONE
+    cast = builder.column(f"c[{group.name}]")
+    builder.at_most_zero(f"c[{group.name}]", add((1.0, cast), (-1.0, in_place)))
+    if account.casts:
+        builder.at_most_zero(f"casts[{group.name}]", add((1.0, cast), (-1.0, account.casts)))
+    for tier in [tier for tier in problem.state_tiers if tier.for_states][:1]:  # for whoever reads them
+        account.keep(group.param_bytes, cast, tier.name)
+    return cast
 
 
 def _departure(

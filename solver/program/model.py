@@ -16,8 +16,11 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | Opt | cpu_update | CPU part is updated | after g; behind a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
 | OptF, y | from_files | part of Opt, of x: states from files, read and written in its step | as Opt | sum = y <= x |
 | Ring | ring | what passes the host's memory from files and back has room there | [0, 1] | y <= Ring |
+| c | cast | part of x, of x - y: the host has its float32 copies alone | [0, 1] | c <= x - y |
+| Casts | casts | what is cast has room on its way | [0, 1] | c <= Casts |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
 | ParInF | in cpu_back | those in files beside their states | after g | upto(t) <= OptF.before(t), sum = y |
+| ParInM | in cpu_back | those that are cast from float32 copies | after g | upto(t) <= Opt.before(t), sum = c |
 | ParOut | departures | device part's new parameters leave, to the host or files | idle gap | sum = v = D + K <= 1 - x |
 | Drop | Departure.drop | those of them that are released once they have left | idle gap | sum = D |
 | ParIn | Departure.back | device part comes back | idle gap | upto(t) <= Drop.before(t), sum = D |
@@ -127,6 +130,9 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     if problem.ring_bytes:
         account.ring = builder.column("Ring")
         account.keep(problem.ring_bytes, account.ring)
+    if problem.cast_tier is not None and problem.cast_tier.buffers_bytes:
+        account.casts = builder.column("Casts")
+        account.keep(problem.cast_tier.buffers_bytes, account.casts)
     choices = add_blocks(problem, builder, account)
     leaving, handed = add_values(problem, builder, account)
     groups = {g.name: add_group(problem, g, builder, account) for g in problem.groups}

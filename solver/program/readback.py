@@ -77,6 +77,7 @@ def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:
         state_tiers=_tiers(columns.states, values),
         sources=_sources(columns, values),
         from_files=_fraction(columns.from_files, values),
+        cast=_fraction(columns.cast, values),
     )
 
 

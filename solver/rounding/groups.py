@@ -18,6 +18,7 @@ from ..handed import whole_numbers
 from ..problem import Group, Problem
 from ..solution import Gap, GroupFlow, Solution
 from .activations import whole_activations
+from .cast import Cast
 from .host import host_chain
 from .kept import keep
 from .knapsack import select
@@ -46,14 +47,14 @@ def round_solution(problem: Problem, solution: Solution, *, host_is_full: bool =
     plans: dict[str, TensorPlan] = {}
     spread = Spread.of(problem, solution)
     activations, spare = whole_activations(problem, solution, spread)
-    excess_s, sources, stored = 0.0, Sources(), Stored.of(problem, solution)
+    excess_s, sources, stored, cast = 0.0, Sources(), Stored.of(problem, solution), Cast.of(problem, solution)
     spread.in_pieces |= stored.any
     for group in sorted(problem.groups, key=_last_step):
         flow = solution.groups.get(group.name, GroupFlow())
         # A byte of a state that leaves to files costs more than one of a parameter, which leaves to RAM.
         allowance = Allowance(problem, group, flow, spare, for_states=spread.in_pieces)
         rounded = _round_group(problem, group, flow, allowance, excess_s, spread, stored, host_is_full)
-        rounded = sources.choose(group, flow, rounded)
+        rounded = cast.choose(problem, group, flow, sources.choose(group, flow, rounded))
         plans |= {plan.name: plan for plan in rounded}
         spare = allowance.spare
         part = sum(t.param_bytes for t in group.tensors if plans[t.name].cpu) / max(group.param_bytes, 1)

@@ -12,6 +12,7 @@ from ..resources import HOST, Tier
 from ..schedule import Schedule
 from ..scheduling.emit import build_schedule, host_bytes
 from ..solution import Solution
+from .cast import worth_casting
 from .groups import round_solution
 from .knapsack import select
 
@@ -21,9 +22,10 @@ _TRIES = 4  # the first states in files need buffers in RAM, and items that shar
 def whole_schedule(problem: Problem, tried: Problem, solution: Solution, *, host_is_full: bool = False) -> Schedule:
     """Round a solution to whole tensors and schedule them.
 
-    If they take more RAM than there is, further pieces of states leave to a tier for states instead, then the host
-    updates further states from files, and then parameters leave there, as far as the tier is for these. That costs less
-    than what the program gives up if it is solved again for less RAM.
+    If they take more RAM than there is, further pieces of states leave to a tier for states instead, then further
+    parameters are cast from their float32 copies, then the host updates further states from files, and then parameters
+    leave there, as far as the tier is for these. That costs less than what the program gives up if it is solved again
+    for less RAM.
 
     Parameters
     ----------
@@ -38,6 +40,10 @@ def whole_schedule(problem: Problem, tried: Problem, solution: Solution, *, host
         if further is None:
             break
         decisions, schedule = further, build_schedule(problem, further)
+    over = schedule.host_layout.used_bytes - problem.host_budget_bytes
+    cast = _cast(problem, decisions, over) if over > 0 else None
+    if cast is not None:
+        decisions, schedule = cast, build_schedule(problem, cast)
     stored = problem.host_update_tier
     for _ in range(_TRIES if stored is not None else 0):
         over = schedule.host_layout.used_bytes - problem.host_budget_bytes
@@ -50,6 +56,26 @@ def whole_schedule(problem: Problem, tried: Problem, solution: Solution, *, host
         further = _parameters_in(problem, decisions, tier, over)
         schedule = build_schedule(problem, further) if further is not None else schedule
     return schedule
+
+
+def _cast(problem: Problem, decisions: Decisions, over_bytes: int) -> Decisions | None:
+    """Have further parameters come from their float32 copies, by whose bytes RAM exceeds its budget.
+
+    Returns: None if none can.
+    """
+    tier = problem.cast_tier
+    if tier is None:
+        return None
+    groups = filter(problem.may_cast, problem.groups)
+    sizes = {name: size for group in groups for name, size in worth_casting(group).items()}
+    here = {plan.name: sizes[plan.name] for plan in decisions.tensors if plan.may_be_cast and plan.name in sizes}
+    if all(plan.source != tier.name for plan in decisions.tensors):
+        over_bytes += tier.buffers_bytes
+    going = select(here, min(over_bytes, sum(here.values())))
+    if not going:
+        return None
+    tensors = (replace(plan, source=tier.name) if plan.name in going else plan for plan in decisions.tensors)
+    return replace(decisions, tensors=tuple(tensors))
 
 
 def _updated_from(problem: Problem, decisions: Decisions, files: Tier, over_bytes: int) -> Decisions | None:

@@ -243,7 +243,11 @@ def host_bytes(problem: Problem, decisions: Decisions) -> int:
     total += sum(_log_bytes_of(problem, group, tensor, plan) for group, tensor, plan in trained)
     for block, o, stay in zip(problem.blocks, decisions.options, decisions.activations):
         total += block.options[o].offloaded_bytes if stay is None or stay.tier == HOST else 0
-    used = {plan.source for plan in plans.values() if plan.has_copy} | tiers | set(decisions.value_tiers.values())
+    used = (
+        {plan.source for plan in plans.values() if plan.cpu or plan.has_copy}
+        | tiers
+        | set(decisions.value_tiers.values())
+    )
     used |= {tier for numbers in decisions.handed.values() for tier in numbers}
     used |= {stay.tier for stay in decisions.activations if stay is not None}
     total += sum(tier.buffers_bytes for tier in problem.rates.tiers if tier.name in used)

@@ -115,6 +115,9 @@ def _check_home(schedule: Schedule, item: Item, home: str) -> None:
     if tier is None:
         raise ScheduleError(f"home of {item}: {home!r} is no tier beside the host")
     if items.gradient(item.name) in schedule.item_bytes:
+        if tier.casts:
+            _check_cast(schedule, item)
+            return
         why = "a trained parameter may leave only to the host or to a tier for parameters"
         require(tier.for_parameters, f"home of {item}", why)
         if item.name not in schedule.update_device_s:
@@ -124,6 +127,14 @@ def _check_home(schedule: Schedule, item: Item, home: str) -> None:
     else:
         why = "only a frozen parameter may come from a tier other than the host, and from one that holds it"
         require(tier.holds_frozen, f"home of {item}", why)
+
+
+def _check_cast(schedule: Schedule, item: Item) -> None:
+    """Check that a parameter that is cast from its float32 copy has that in RAM, where the host updates it."""
+    in_ram = item.name in schedule.update_cpu_s and item.name not in schedule.updated_from_files
+    require(in_ram, f"home of {item}", "only what the host updates in RAM is cast from its float32 copy")
+    early = any(action.kind is Kind.SPECULATE_CPU for action in schedule.actions)
+    require(not early, f"home of {item}", "updates before the gate keep old values, and cast parameters have none")
 
 
 def _check_tier_of_value(schedule: Schedule, item: Item, home: str) -> None:

@@ -47,7 +47,9 @@ def trained(kind, form, chunk_elements, monkeypatch, steps=3):
 def test_chunks_have_the_bits_of_the_whole(kind, form, monkeypatch):
     cut = []
     in_chunks = chunks.step_in_chunks
-    monkeypatch.setattr("offmate.optim.masters.step_in_chunks", lambda *given: (cut.append(1), in_chunks(*given)))
+    monkeypatch.setattr(
+        "offmate.optim.masters.step_in_chunks", lambda *given, **named: (cut.append(1), in_chunks(*given, **named))
+    )
     found = trained(kind, form, CHUNK, monkeypatch)
     assert len(cut) == 3
     whole = trained(kind, form, 10 * CHUNK, monkeypatch)

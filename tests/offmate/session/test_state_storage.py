@@ -17,6 +17,7 @@ from offmate.runtime.storage.engine import Engine
 from offmate.runtime.storage.measure import PathRates
 
 import offmate
+from offmate.lowering import float32_copies
 from offmate.session import state_storage
 
 from ...accelerator.loops import without_allocator
@@ -462,6 +463,7 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_buffers, "_PIECE_BYTES", 1 << 14)
     monkeypatch.setattr(ring_buffers, "_BUFFERS", 3)
     monkeypatch.setattr(streams, "BUFFERS_BYTES", 3 << 14)
+    monkeypatch.setattr(float32_copies, "BUFFERS_BYTES", 3 << 14)
     monkeypatch.setattr(Deep, "dropout", 0.0)
 
 
