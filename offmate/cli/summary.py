@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..plans.drives import cast_words
 from ..plans.plan import Plan
 from ..plans.sweep import SweepPoint
 from ..plans.table import class_lines, class_table, legend, plan_table
@@ -171,6 +172,8 @@ def summary(plan: Plan) -> Iterator[tuple[str, str | Text]]:
         yield "storage", plan.read_words
     if any(plan.stored_bytes):
         yield "storage paths", "\n".join([plan.stored_words, *plan.path_words])
+    for words in cast_words(plan.schedule):
+        yield "casts", words
     yield "bound", f"{plan.bound_words}; {plan.status}"
 
 

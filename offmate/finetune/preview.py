@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..machines.devices import EMULATED
 from ..machines.host_memory import available_host_bytes
+from ..plans.drives import cast_words
 from ..plans.plan import Plan
 from ..reports.units import format_count, format_seconds
 from ..sizes import format_bytes, format_least_bytes
@@ -154,6 +155,7 @@ class Preview:
             "checkpoints and the result",
             *([f"base: {self.plan.read_words}"] if self.plan.read_bytes else []),
             *([f"storage: {self.plan.stored_words}", *self.plan.path_words] if any(self.plan.stored_bytes) else []),
+            *(f"casts: {words}" for words in cast_words(self.plan.schedule)),
             *([f"order: {self.plan.order_words}"] if self.plan.order_words else []),
             *([f"clipping: {self.plan.break_even.words()}"] if self.plan.break_even is not None else []),
             *self.speed_lines(source),

@@ -34,12 +34,16 @@ class FromFiles:
     """A thread that reads files piece by piece into a ring of pinned buffers, which it alone uses.
 
     Of the tensors whose events have happened, the one submitted first goes first.
+
+    Parameters
+    ----------
+    name, changed, n_threads, niceness: of its lane; what is read from RAM is computed there.
     """
 
-    def __init__(self, name: str, changed: threading.Condition) -> None:
+    def __init__(self, name: str, changed: threading.Condition, n_threads: int = 1, niceness: int = 0) -> None:
         # A point in a stream notifies nobody when it is reached. So a job begins once all its events are in streams, or
         # have happened on threads, and waits for the streams itself.
-        self.lane = Lane(name, 1, changed, launches=True)
+        self.lane = Lane(name, n_threads, changed, launches=True, niceness=niceness)
         self._ring = Ring()
 
     def bring(

@@ -199,7 +199,8 @@ class StreamDevice:
         into = flat_bytes(target)
         assert into is not None
         if source.in_ram not in self._from_files:
-            self._from_files[source.in_ram] = FromFiles("casts" if source.in_ram else "from-files", self.changed)
+            casts = FromFiles("casts", self.changed, self.update_threads, _NICENESS) if source.in_ram else None
+            self._from_files[source.in_ram] = casts or FromFiles("from-files", self.changed)
             self._file_lanes.append(self._from_files[source.in_ram].lane)
         now = StreamEvent(stream_on(self.torch_device))  # work launched until now may still use the target's memory
         launch = _ToDevice(self._ways[Resource.IN], now)

@@ -29,7 +29,14 @@ _DONE = UnderWay("nothing", ())
 
 def buffers_bytes(largest_bytes: int) -> int:
     """Return the bytes of RAM that parameters, the largest of so many bytes, pass on their way to their files."""
-    return min(_PIECES * PIECE_BYTES, largest_bytes)
+    size, number = _pieces(largest_bytes)
+    return number * size
+
+
+def _pieces(n_bytes: int) -> tuple[int, int]:
+    """Return the bytes of a piece of a parameter, and how many are in RAM at a time."""
+    size = min(PIECE_BYTES, n_bytes)
+    return size, min(_PIECES, -(-n_bytes // size))
 
 
 @dataclass(frozen=True)
@@ -125,13 +132,13 @@ def bring_home(host: HostState, *, after_failure: bool = False) -> frozenset[str
 
 def _write(host: HostState, name: str) -> None:
     home, n_bytes = _stored(host, name), host.params[name].numel() * host.params[name].element_size()
-    size = min(PIECE_BYTES, n_bytes)
-    pieces, written = [torch.empty(size, dtype=torch.uint8) for _ in range(_PIECES)], deque[Event](maxlen=_PIECES)
+    size, at_a_time = _pieces(n_bytes)
+    pieces, written = [torch.empty(size, dtype=torch.uint8) for _ in range(at_a_time)], deque[Event]()
     try:
         for number, start in enumerate(range(0, n_bytes, size)):
-            if len(written) == _PIECES:
+            if len(written) == at_a_time:
                 written.popleft().synchronize()
-            piece = pieces[number % _PIECES][: min(size, n_bytes - start)]
+            piece = pieces[number % at_a_time][: min(size, n_bytes - start)]
             _cast(host, name, piece, start)
             written.append(home.write(piece, start))
     finally:

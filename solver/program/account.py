@@ -29,6 +29,7 @@ class Account:
     traffic: Terms = field(default_factory=dict)  # all bytes that move, for the objective
     ring: Terms = field(default_factory=dict)  # 1 if the host updates whole groups from files
     casts: Terms = field(default_factory=dict)  # 1 if whole groups are cast
+    cast_s: Terms = field(default_factory=dict)  # seconds of all casts of an iteration
 
     @staticmethod
     def of(rates: Rates, n_steps: int, host_in_time: bool = False) -> Account:

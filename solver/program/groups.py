@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..linear import Builder, Flow, Terms, add, flow, follows
+from ..linear import Builder, Flow, Terms, accumulate, add, flow, follows
 from ..problem import Group, Problem
 from ..resources import HOST, Path, Resource
 from .account import Account
@@ -83,10 +83,10 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     paths = (problem.rates.host, *(tier.path for tier in problem.parameter_tiers))
     departures = tuple(_departure(problem, group, path, after_update, builder) for path in paths)
     to_host, *others = departures
-    hosted = add((1.0, by_host.in_ram), (1.0, to_host.part))
+    from_host = add((1.0, by_host.in_ram), (1.0, to_host.part))
     copies = ((1.0, one.part) for one in others)  # each whole tensor has one place off the device
     builder.at_most_zero(f"host copy[{name}]", add((1.0, x), (1.0, to_host.part), *copies, (-1.0, WHOLE)))
-    account.keep(group.param_bytes, hosted)
+    account.keep(group.param_bytes, from_host)
     rest = add((1.0, WHOLE), (-1.0, x))
     account.spend(Resource.COMPUTE, span.end, group.norm_s, WHOLE)
     account.spend(Resource.COMPUTE, updated, group.device_update_s, rest)
@@ -102,16 +102,13 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     if problem.sums_on_device:
         lead_out, lead_back = add_sums_on_device(problem, group, span, (x, wait), builder, account)
     states = add_states(problem, group, updated, x, builder, account)
-    sources = [Source(to_host.path, hosted, to_host.part)]
+    sources = [Source(to_host.path, from_host, to_host.part)]
     sources += [Source(o.path, add((1.0, by_host.on(o.path.tier)), (1.0, o.part)), o.part) for o in others]
-    if by_host.cast:
-        assert problem.cast_tier is not None
-        sources.append(Source(problem.cast_tier.path, by_host.cast, NONE))
     gaps = _others(problem, group, span.between, sources, builder, account)
     several = tuple(sources) if others else ()
+    cast = _cast_part(problem, group, span, by_host, builder, account)
     return GroupColumns(
-        x, grad_out, lead_out, lead_back, update, cpu_back, departures, wait, states, gaps, several, stored,
-        by_host.cast,
+        x, grad_out, lead_out, lead_back, update, cpu_back, departures, wait, states, gaps, several, stored, cast
     )  # fmt: skip
 
 
@@ -121,15 +118,14 @@ class _ByHost:
 
     Parameters
     ----------
-    stored: the part whose states lie in files. in_ram: the part whose values are in RAM. beside: the tier that has the
-        values of those in files, None if they are in RAM. cast: the part of which RAM has the float32 copies alone.
+    stored: the part whose states lie in files. in_ram: the part whose values are in RAM, or cast there. beside: the
+        tier that has the values of the others, None if there are none.
     in_place: the updates of states in RAM. updates: all of them. back: the new values that come in, from either place.
     """
 
     stored: Terms
     in_ram: Terms
     beside: str | None
-    cast: Terms
     in_place: Flow
     updates: Flow
     back: Flow
@@ -152,16 +148,9 @@ def _host_updates(
     in_place = updates = flow(builder, f"Opt[{name}]", idle, steps, rest)
     count_updates(problem, group, in_place, group.cpu_log_s, account)
     beside = tier if stored and problem.values_beside_states else None
-    cast = _cast_part(problem, group, rest, builder, account)
-    in_ram = add((1.0, rest if beside else x), (-1.0, cast)) if cast else rest if beside else x
+    in_ram = rest if beside else x
     back = flow(builder, f"ParInC[{name}]", idle, returns, in_ram)
     come(group.param_bytes, back, account, copies=group.param_copies)
-    if cast:
-        assert problem.cast_tier is not None
-        copied = flow(builder, f"ParInM[{name}]", idle, returns, cast)
-        come(group.param_bytes, copied, account, problem.cast_tier.path.into, copies=group.param_copies)
-        follows(builder, f"ParInM after Opt[{name}]", copied, in_place)
-        back = back.plus(copied)
     from_files = None
     if stored:
         from_files = add_updates_from_files(problem, group, span, steps, stored, builder, account)
@@ -173,19 +162,30 @@ def _host_updates(
         follows(builder, f"ParInF after OptF[{name}]", read, from_files)
         come(group.param_bytes, read, account, beside.path.into, copies=group.param_copies)
         back = back.plus(read)
-    return _ByHost(stored, in_ram, beside.name if beside else None, cast, in_place, updates, back)
+    return _ByHost(stored, in_ram, beside.name if beside else None, in_place, updates, back)
 
 
-def _cast_part(problem: Problem, group: Group, in_place: Terms, builder: Builder, account: Account) -> Terms:
-    """Add the column of the CPU part of which RAM has the float32 copies alone; nothing if none may."""
-    if not problem.may_cast(group) or not in_place:
+def _cast_part(
+    problem: Problem, group: Group, span: Span, by_host: _ByHost, builder: Builder, account: Account
+) -> Terms:
+    """Add the column of the CPU part of which RAM has the float32 copies alone; nothing if none may.
+
+    Its copies to the device are those of the other values in RAM. Each is cast before that.
+    """
+    tier, in_place = problem.cast_tier, by_host.in_place.total
+    if tier is None or not problem.may_cast(group) or not in_place:
         return NONE
     cast = builder.column(f"c[{group.name}]")
     builder.at_most_zero(f"c[{group.name}]", add((1.0, cast), (-1.0, in_place)))
     if account.casts:
         builder.at_most_zero(f"casts[{group.name}]", add((1.0, cast), (-1.0, account.casts)))
-    for tier in [tier for tier in problem.state_tiers if tier.for_states][:1]:  # for whoever reads them
-        account.keep(group.param_bytes, cast, tier.name)
+    account.keep(-group.param_bytes, cast)
+    for files in [one for one in problem.state_tiers if one.for_states][:1]:  # for whoever reads them
+        account.keep(group.param_bytes, cast, files.name)
+    returns = 1 + sum(problem.times(stay.after + shift) for stay in span.between for shift in stay.shifts)
+    seconds = problem.rates.copy_s(group.param_bytes, tier.path.into, group.param_copies)
+    accumulate(account.cast_s, returns * seconds, cast)
+    accumulate(account.traffic, returns * group.param_bytes, cast)
     return cast
 
 

@@ -16,11 +16,10 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | Opt | cpu_update | CPU part is updated | after g; behind a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
 | OptF, y | from_files | part of Opt, of x: states from files, read and written in its step | as Opt | sum = y <= x |
 | Ring | ring | what passes the host's memory from files and back has room there | [0, 1] | y <= Ring |
-| c | cast | part of x, of x - y: the host has its float32 copies alone | [0, 1] | c <= x - y |
+| c | cast | part of x, of x - y: the host has its float32 copies alone | [0, 1] | c <= x - y, all casts <= all Time |
 | Casts | casts | what is cast has room on its way | [0, 1] | c <= Casts |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
 | ParInF | in cpu_back | those in files beside their states | after g | upto(t) <= OptF.before(t), sum = y |
-| ParInM | in cpu_back | those that are cast from float32 copies | after g | upto(t) <= Opt.before(t), sum = c |
 | ParOut | departures | device part's new parameters leave, to the host or files | idle gap | sum = v = D + K <= 1 - x |
 | Drop | Departure.drop | those of them that are released once they have left | idle gap | sum = D |
 | ParIn | Departure.back | device part comes back | idle gap | upto(t) <= Drop.before(t), sum = D |
@@ -125,7 +124,8 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
 
     Source: OffMate, section 4.1, with the two-part flows of the legend above.
     """
-    builder, account = Builder(), Account.of(problem.rates, problem.n_steps, problem.host_in_time)
+    in_ram = problem.without_casts  # what is cast takes the host's link as it does
+    builder, account = Builder(), Account.of(in_ram.rates, problem.n_steps, problem.host_in_time)
     account.keep(problem.arrival_bytes + problem.buffers_bytes, {ONE: 1.0})
     if problem.ring_bytes:
         account.ring = builder.column("Ring")
@@ -140,7 +140,10 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     unit_s = max(_unavoidable_s(problem), STREAMED_PART * streaming_solution(problem).objective_s) / SCALE or 1.0
     time: tuple[Terms, ...] = ()
     if goal == "time":
-        time = _time_rows(problem, builder, account, unit_s)
+        time = _time_rows(in_ram, builder, account, unit_s)
+        if account.cast_s:
+            whole = ((-float(problem.times(step)), t) for step, t in enumerate(time))
+            builder.at_most_zero("casts", add((1 / unit_s, account.cast_s), *whole))
         traffic_bytes = _most(account.traffic, builder)
         weight = TRAFFIC_WEIGHT * SCALE / traffic_bytes if traffic_bytes else 0.0
         objective = add(*((problem.times(step), t) for step, t in enumerate(time)), (weight, account.traffic))
@@ -163,7 +166,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         for i, (step, terms) in enumerate(device_rows):
             name = f"memory[{step}{'' if i < len(within) else ',outside'}]"
             builder.at_most_zero(name, add((1 / unit, terms), (-1.0, most)))
-    host = _tier_rows(problem, builder, account, goal, objective)
+    host = _tier_rows(in_ram, builder, account, goal, objective)
     if goal == "device":
         spread = SPREAD_WEIGHT / problem.n_steps / unit
         objective = add((1.0, objective), *((spread, level) for level in levels))

@@ -120,8 +120,7 @@ def _trainable(
             everywhere = ((1.0, one) for both in copies.values() for one in both)
             builder.at_most_zero(f"whole copies[{name}]", add((1.0, on_host), *everywhere, (-1.0, whole)))
         for path, part in away:
-            # Only what the host updates comes from a tier to which the device sends nothing.
-            there = [(1.0, on_host)] if path.tier == HOST or path not in copies else []
+            there = [(1.0, on_host)] if path.tier == HOST else []
             hosted = add(*there, *((1.0, one) for one in copies.get(path, ())))
             builder.at_most_zero(f"whole gap[{name}]", add((1.0, part[kind]), (-1.0, hosted)))
     return host, states or {}
