@@ -70,7 +70,7 @@ $(STANDIN_VENV)/installed: TORCH_CONSTRAINT := s/^torch==.*/torch==$(STANDIN_TOR
 $(STANDIN_VENV)/installed: pyproject.toml constraints.txt
 	$(call make_venv,$(STANDIN_VENV))
 	@$(STANDIN_VENV)/bin/python $(PIP_INSTALL) -c $(STANDIN_VENV)/constraints.txt filelock fsspec jinja2 networkx sympy \
-	  typing-extensions 'setuptools<82' pulp highspy ortools rich transformers pytest pytest-timeout hypothesis
+	  typing-extensions 'setuptools<82' pulp highspy ortools rich transformers pytest pytest-timeout hypothesis xxhash
 	@$(STANDIN_VENV)/bin/python $(PIP_INSTALL) -c $(STANDIN_VENV)/constraints.txt --no-deps accelerate psutil
 	@$(STANDIN_VENV)/bin/python $(PIP_INSTALL) --no-deps torch==$(STANDIN_TORCH) $(STANDIN_HEADERS)
 	@$(STANDIN_VENV)/bin/python $(PIP_INSTALL) --no-deps -e .

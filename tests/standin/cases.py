@@ -23,7 +23,7 @@ class Case:
     ----------
     model, batch: each makes a new one. settings: of `offmate.compile`. planned: whether the optimizer is given to it.
     autocast: whether the forward runs in bfloat16 while parameters are float32. sizes: of each micro-batch in one
-        dimension of its tensors, and the number of that dimension, if they differ.
+        dimension of its tensors, and the number of that dimension, if they differ. kind: the optimizer's class.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -32,6 +32,7 @@ class Case:
     planned: bool = True
     autocast: bool = False
     sizes: tuple[tuple[int, ...], int] | None = None
+    kind: Any = torch.optim.AdamW
 
     def micro_batches(self) -> list[Batch]:
         """Those of an update."""
@@ -149,6 +150,11 @@ def wide() -> torch.nn.Module:
 
 
 WIDE = Case(wide, rows)
+WITH_MASTERS = Case(
+    lambda: wide().to(torch.bfloat16),
+    lambda: {"rows": rows()["rows"].to(torch.bfloat16)},
+    kind=offmate.with_master_weights(torch.optim.AdamW),
+)
 
 
 def many_rows() -> Batch:

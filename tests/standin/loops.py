@@ -56,7 +56,7 @@ def training(
     budget: in bytes; None takes one in which most has to move. settings: further ones of `offmate.compile`.
     """
     model = case.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=case.planned)
+    optimizer = case.kind(model.parameters(), lr=1e-3, fused=case.planned)
     given = {
         "optimizer": optimizer if case.planned else None,
         "device": device,
