@@ -44,6 +44,7 @@ def finish_on_host(residence: Residence, outside: list[dict[str, torch.Tensor]])
     truth, training = residence.truth, residence.preparer.training
     assert training is not None
     residence.bring_home()
+    residence.renew()  # what numpy has written counts, too, and what is in files is read again
     truth.adopt_tensors()
     add_up(truth.host, outside, residence.device.empty_host_like)
     updated = frozenset(truth.host.totals)

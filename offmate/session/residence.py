@@ -190,11 +190,12 @@ class Residence:
     def renew(self) -> None:
         """Send parameters and states to the device again if the user may have written into them, as through numpy."""
         shown, read = self.truth.take_shown(), self.truth.take_reads()
+        if shown and self.updater is not None:
+            self.truth.copies.doubt(self.updater.names.values())
         if self.active is None or not (shown or read):
             return
         with self.whole():
             if shown and self.updater is not None:
-                self.truth.copies.doubt(self.updater.names.values())
                 self.active.executor.renew_parameters(self.updater.names.values())
             if read or (shown and self.truth.host.low):  # whose states have the parameters themselves
                 self.active.executor.renew_states()

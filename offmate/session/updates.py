@@ -125,6 +125,8 @@ class Updates:
         outside = ending.take_outside(self.residence, self.outside)
         if outside and self.truth.host.unscaling is not None:
             self.truth.host.unscaling.norm = None  # gradients of unscaled terms, after unscale_(), count too
+        if self.turns.gate:
+            self.residence.renew()  # so that float32 copies follow what numpy has written
         if self.turns.gate and (edited or outside or not ending.plan_ends_it(self.residence)):
             ending.finish_on_host(self.residence, outside)
             self._ended(kept=False)

@@ -188,6 +188,31 @@ def test_edits_of_parameters_count(path, edit: Callable[[torch.nn.Parameter], No
     assert_same(pair, plain)
 
 
+@pytest.mark.parametrize("edit", [_in_place, _through_data, _through_numpy, _replaced])
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_edits_before_a_step_behind_a_gate_count(path, tmp_path, edit, forgets, keeps):
+    """The step reads the edited values from files if there is no copy yet, or if the user has cleared it."""
+    pair, plain = cast_in(path, max_grad_norm=0.05), made()
+    for step in range(STEPS + 1):
+        for model, optimizer in (pair, plain):
+            torch.manual_seed(step)
+            model(batch(step))["loss"].backward()
+            if step != 1:
+                with torch.no_grad():
+                    for param in model.parameters():
+                        edit(param)
+            if forgets and step > 1:
+                optimizer.state.clear()
+            if model is plain[0]:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            if keeps and model is pair[0]:
+                offmate.save_checkpoint(tmp_path / f"step-{step}", model, optimizer)
+    assert_same(pair, plain)
+
+
 @pytest.mark.parametrize("way", ["in place", "through numpy", "replaced", "cleared", "loaded"])
 def test_edits_of_copies_count(path, way):
     """A forward uses the parameter, which an edit of its copy changes with the next update only."""
