@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..linear import Builder, Flow, Terms, accumulate, add, flow, follows
+from ..linear import Builder, Flow, Terms, add, flow, follows
 from ..problem import Group, Problem
 from ..resources import HOST, Path, Resource
 from .account import Account
+from .casts import add_cast_part
 from .columns import NONE, WHOLE, Away, Departure, GroupColumns, RoundTrip, Source, mark
 from .copies import come, leave
 from .spans import Span, Stay, around, coming_steps, leaving_steps, span_of, updating_steps
@@ -106,7 +107,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     sources += [Source(o.path, add((1.0, by_host.on(o.path.tier)), (1.0, o.part)), o.part) for o in others]
     gaps = _others(problem, group, span.between, sources, builder, account)
     several = tuple(sources) if others else ()
-    cast = _cast_part(problem, group, span, by_host, builder, account)
+    cast = add_cast_part(problem, group, span, by_host.in_place.total, builder, account)
     return GroupColumns(
         x, grad_out, lead_out, lead_back, update, cpu_back, departures, wait, states, gaps, several, stored, cast
     )  # fmt: skip
@@ -163,30 +164,6 @@ def _host_updates(
         come(group.param_bytes, read, account, beside.path.into, copies=group.param_copies)
         back = back.plus(read)
     return _ByHost(stored, in_ram, beside.name if beside else None, in_place, updates, back)
-
-
-def _cast_part(
-    problem: Problem, group: Group, span: Span, by_host: _ByHost, builder: Builder, account: Account
-) -> Terms:
-    """Add the column of the CPU part of which RAM has the float32 copies alone; nothing if none may.
-
-    Its copies to the device are those of the other values in RAM. Each is cast before that.
-    """
-    tier, in_place = problem.cast_tier, by_host.in_place.total
-    if tier is None or not problem.may_cast(group) or not in_place:
-        return NONE
-    cast = builder.column(f"c[{group.name}]")
-    builder.at_most_zero(f"c[{group.name}]", add((1.0, cast), (-1.0, in_place)))
-    if account.casts:
-        builder.at_most_zero(f"casts[{group.name}]", add((1.0, cast), (-1.0, account.casts)))
-    account.keep(-group.param_bytes, cast)
-    for files in [one for one in problem.state_tiers if one.for_states][:1]:  # for whoever reads them
-        account.keep(group.param_bytes, cast, files.name)
-    returns = 1 + sum(problem.times(stay.after + shift) for stay in span.between for shift in stay.shifts)
-    seconds = problem.rates.copy_s(group.param_bytes, tier.path.into, group.param_copies)
-    accumulate(account.cast_s, returns * seconds, cast)
-    accumulate(account.traffic, returns * group.param_bytes, cast)
-    return cast
 
 
 def _departure(

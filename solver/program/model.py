@@ -16,7 +16,7 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | Opt | cpu_update | CPU part is updated | after g; behind a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
 | OptF, y | from_files | part of Opt, of x: states from files, read and written in its step | as Opt | sum = y <= x |
 | Ring | ring | what passes the host's memory from files and back has room there | [0, 1] | y <= Ring |
-| c | cast | part of x, of x - y: the host has its float32 copies alone | [0, 1] | c <= x - y, all casts <= all Time |
+| c | cast | part of x, of x - y: the host has its float32 copies alone | [0, 1] | c <= x - y, all casts in all Time |
 | Casts | casts | what is cast has room on its way | [0, 1] | c <= Casts |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
 | ParInF | in cpu_back | those in files beside their states | after g | upto(t) <= OptF.before(t), sum = y |
@@ -66,6 +66,7 @@ from ..resources import HOST, Path, Resource
 from ..sharing import least_seconds
 from .account import Account
 from .blocks import Choices, add_blocks
+from .casts import add_cast_rows
 from .columns import GroupColumns, mark
 from .groups import add_group
 from .held import held_bytes, hold_in_turn
@@ -141,9 +142,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     time: tuple[Terms, ...] = ()
     if goal == "time":
         time = _time_rows(in_ram, builder, account, unit_s)
-        if account.cast_s:
-            whole = ((-float(problem.times(step)), t) for step, t in enumerate(time))
-            builder.at_most_zero("casts", add((1 / unit_s, account.cast_s), *whole))
+        add_cast_rows(problem, time, builder, account, unit_s)
         traffic_bytes = _most(account.traffic, builder)
         weight = TRAFFIC_WEIGHT * SCALE / traffic_bytes if traffic_bytes else 0.0
         objective = add(*((problem.times(step), t) for step, t in enumerate(time)), (weight, account.traffic))
