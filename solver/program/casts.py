@@ -54,7 +54,11 @@ def add_cast_rows(problem: Problem, time: tuple[Terms, ...], builder: Builder, a
         return
     used: list[tuple[float, Terms]] = [(shares[tier.path.into] / unit_s, account.cast_s)]
     for resource, share in shares.items():
-        each = account.seconds.get(resource) or account.moved.get(resource, ())
-        rate = 1.0 if resource in account.seconds else problem.rates.bytes_per_s(resource)
+        if resource in account.seconds:
+            each, rate = account.seconds[resource], 1.0
+        elif resource in account.moved:
+            each, rate = account.moved[resource], problem.rates.bytes_per_s(resource)
+        else:  # the casts' own link
+            continue
         used += [(share * problem.times(step) / (rate * unit_s), spent) for step, spent in enumerate(each)]
     builder.at_most_zero("casts' memory", add(*used, *whole))
