@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..api import compile as compile_model
 from ..config import Config
 from ..errors import OffmateError
+from ..planning.storage import Folder
 from ..session.module import PlannedModule
 from ..transformers_names import PlannedSteps, let_see_one_gpu
 from .trl import DIFFERENTIATED, make_plannable
@@ -98,7 +100,7 @@ class OffmateTrainerMixin(PlannedSteps):
 
     Parameters
     ----------
-    gpu_budget, cpu_budget, device, config: as in `offmate.compile`. All others: as in the trainer.
+    gpu_budget, cpu_budget, device, config, storage: as in `offmate.compile`. All others: as in the trainer.
 
     Raises: OffmateError when training starts with what a plan cannot do: torch.compile, FSDP, several processes; or
         with a model that was compiled before.
@@ -111,10 +113,11 @@ class OffmateTrainerMixin(PlannedSteps):
         cpu_budget: int | str | None = None,
         device: str | torch.device | None = None,
         config: Config | None = None,
+        storage: Folder | Sequence[Folder] | None = None,
         **kwargs: Any,
     ) -> None:
         self._offmate_settings: dict[str, Any] = {
-            "gpu_budget": gpu_budget, "cpu_budget": cpu_budget, "device": device, "config": config,
+            "gpu_budget": gpu_budget, "cpu_budget": cpu_budget, "device": device, "config": config, "storage": storage,
         }  # fmt: skip
         self._compiled: Any = None  # the model, once this trainer has compiled it
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
