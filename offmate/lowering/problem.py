@@ -168,9 +168,9 @@ class Lowering:
         )
         tiers = [one.tier for one in (self.files, self.storage) if one is not None]
         copies = tier_of(groups, shared_cores)
+        tiers += [copies] if copies is not None else []
         if tiers:
-            more = () if copies is None else (copies,)
-            problem = replace(problem, rates=replace(problem.rates, tiers=(*tiers, *more)))
+            problem = replace(problem, rates=replace(problem.rates, tiers=tuple(tiers)))
         return Lowered(problem, self.classes, self.blocks, self.prelude, value_item)
 
     def _incoming_bytes(self, index: int) -> int:

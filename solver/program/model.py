@@ -127,13 +127,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     """
     in_ram = problem.without_casts  # what is cast takes the host's link as it does
     builder, account = Builder(), Account.of(in_ram.rates, problem.n_steps, problem.host_in_time)
-    account.keep(problem.arrival_bytes + problem.buffers_bytes, {ONE: 1.0})
-    if problem.ring_bytes:
-        account.ring = builder.column("Ring")
-        account.keep(problem.ring_bytes, account.ring)
-    if problem.cast_tier is not None and problem.cast_tier.buffers_bytes:
-        account.casts = builder.column("Casts")
-        account.keep(problem.cast_tier.buffers_bytes, account.casts)
+    _keep_buffers(problem, builder, account)
     choices = add_blocks(problem, builder, account)
     leaving, handed = add_values(problem, builder, account)
     groups = {g.name: add_group(problem, g, builder, account) for g in problem.groups}
@@ -274,6 +268,17 @@ def _tier_rows(problem: Problem, builder: Builder, account: Account, goal: Goal,
             tier.name, add((1 / unit, account.tiers[tier.name]), (-tier.capacity_bytes / unit, {ONE: 1.0}))
         )
     return rows
+
+
+def _keep_buffers(problem: Problem, builder: Builder, account: Account) -> None:
+    """Count what passes the host's memory: all the time, or as far as anything passes there."""
+    account.keep(problem.arrival_bytes + problem.buffers_bytes, {ONE: 1.0})
+    if problem.ring_bytes:
+        account.ring = builder.column("Ring")
+        account.keep(problem.ring_bytes, account.ring)
+    if problem.cast_tier is not None and problem.cast_tier.buffers_bytes:
+        account.casts = builder.column("Casts")
+        account.keep(problem.cast_tier.buffers_bytes, account.casts)
 
 
 def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: float) -> tuple[Terms, ...]:
