@@ -1,8 +1,8 @@
 """MLP-Offload's ablation, run: `python -m benchmarks.mlp_offload_run --dir DIR [--steps 4] [--json FILE]`.
 
-Trains the model of `benchmarks.states_in_files` on the emulated device with each of the paper's switches (figures 14
-and 15) added to those before, each time in a process of its own. The storage paths in DIR are held to 600 and 200 MB/s
-by the engine. Device memory has room for the weights and hardly any states, as on the paper's cards.
+Trains the wide model of `benchmarks.states_in_files` on the emulated device with each of the paper's switches (figures
+14 and 15) added to those before, each time in a process of its own. The storage paths in DIR are held to 600 and 200
+MB/s by the engine. Device memory has room for the weights and hardly any states, as on the paper's cards.
 
 **DeepSpeed ZeRO-3**: one path, and RAM for no states beside those that are updated. It writes gradients in float32 and
 reads them again for the update. A fourth float32 state stands for them, that of AMSGrad, which moves as many bytes.
@@ -21,18 +21,18 @@ from rich.table import Table
 
 from .overhead import machine
 from .own_processes import in_a_process, read_arguments
-from .states_in_files import RATES, Way, trained
+from .states_in_files import RATES, WIDE, Way, trained
 
-_GPU_BYTES = 200 << 20
 _UNCACHED, _CACHED = 0.42, 0.67  # of the states' bytes; weights and gradients are there, too
 _BOTH = tuple(RATES)
+_ROOM = {"gpu_bytes": 230 << 20, **WIDE}
 _WAYS = {
-    "plain, flushed": Way(None, amsgrad=True),
-    "plain": Way(None),
-    "DeepSpeed ZeRO-3": Way(_UNCACHED, _BOTH[:1], amsgrad=True, gpu_bytes=_GPU_BYTES),
-    "+ caching": Way(_CACHED, _BOTH[:1], amsgrad=True, gpu_bytes=_GPU_BYTES),
-    "+ no flushed gradients": Way(_CACHED, _BOTH[:1], gpu_bytes=_GPU_BYTES),
-    "+ second path": Way(_CACHED, _BOTH, gpu_bytes=_GPU_BYTES),
+    "plain, flushed": Way(None, amsgrad=True, **WIDE),
+    "plain": Way(None, **WIDE),
+    "DeepSpeed ZeRO-3": Way(_UNCACHED, _BOTH[:1], amsgrad=True, **_ROOM),
+    "+ caching": Way(_CACHED, _BOTH[:1], amsgrad=True, **_ROOM),
+    "+ no flushed gradients": Way(_CACHED, _BOTH[:1], **_ROOM),
+    "+ second path": Way(_CACHED, _BOTH, **_ROOM),
 }
 _PUBLISHED = {"+ no flushed gradients": "up to 1.6", "+ second path": "2.5"}
 

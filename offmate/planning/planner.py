@@ -16,6 +16,7 @@ import torch
 from ..capture.arrivals import arrivals
 from ..capture.chain import Cut
 from ..capture.model import Traced, in_low_precision, structure, trace_model
+from ..config import Config
 from ..errors import InfeasibleBudget, PlanFileError
 from ..files import keep
 from ..lowering.bind import bind
@@ -28,7 +29,9 @@ from ..optim.updater import Updater
 from ..plans.plan import Plan
 from ..plans.saved import to_text
 from ..profile.draws import advances
+from ..profile.store import Measured
 from ..progress import Progress
+from ..solver.plan import Planned
 from ..solver.plan import plan as solve_problem
 from ..split import Split
 from .accumulation import planned_with_fewest
@@ -82,7 +85,7 @@ def make_plan(
     start = time.perf_counter()
     where = accelerator(request.device) if machine is None else None
     traced = trace() if trace is not None else trace_model(model, args, kwargs, request.config, True, say, real, where)
-    subject = _subject(model, args, kwargs, traced, request, updater, machine, say)
+    subject = subject_of(model, args, kwargs, traced, request, updater, machine, say)
     known_as = _known_as(subject)
     if given is not None:
         _check_given(given, known_as, subject)
@@ -113,7 +116,7 @@ def make_follower(
     start = time.perf_counter()
     seen.trace = seen.trace or trace_once(model, args, kwargs, request, say, lead.cut)
     seen.taken = seen.trace().captured.taken
-    subject = _subject(model, args, kwargs, seen.trace(), request, updater, None, say)
+    subject = subject_of(model, args, kwargs, seen.trace(), request, updater, None, say)
     followed = follow_plan(subject, (lead,), seen)
     if followed is None:
         return None
@@ -121,7 +124,7 @@ def make_follower(
     return _bound(subject, described(plan, subject), followed[1])
 
 
-def _subject(
+def subject_of(
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -335,37 +338,43 @@ def _fastest(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lo
 def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lowered]:
     """Measure, solve the options, and formulate and solve the problem."""
     request, say = subject.request, subject.say
-    config = request.config
     measured, lowered, fixed, least = stated_to_fit(subject)
-    before, problem = measured.costs.get("", {}), lowered.problem
+    problem = lowered.problem
     if not fits(least, problem):
         raise refusal(lowered, request, fixed, subject.machine is not None)
-    found = solve_problem(
-        problem,
-        time_limit_s=config.solver_time_limit_s,
-        gap=config.solver_gap,
-        backend=config.solver,
-        report=searching(say),
-    )
+    found = solve_problem(problem, **how_to_solve(request.config), report=searching(say))
     if found.schedule is None:
         raise refusal(lowered, request, fixed, subject.machine is not None)
     plan = Plan(
         fingerprint=fingerprint,
-        schedule=found.schedule,
-        classes={key: StoredClass(o, kernel_bytes(measured.costs[key])) for key, o in measured.options.items()}
-        | {"": StoredClass((), kernel_bytes(before))},
-        blocks=block_rows(lowered, found.schedule),
+        **parts_of(measured, lowered, found),
         budget_bytes=request.budget_bytes,
         fixed_bytes=fixed,
         least_budget_bytes=least.bytes + fixed + request.spare_bytes,
-        lower_bound_s=found.solution.lower_bound_s,
-        gap=found.solution.gap,
-        status=found.solution.status.value,
         user_bytes=request.user_bytes or 0,
         plan_s=time.perf_counter() - start,
-        problem=problem,
         allocator_bytes=request.margin_bytes,
         low=words_of(subject.traced.low, copied=True),
         low_gradients=words_of(subject.traced.low, copied=False),
     )
     return plan, lowered
+
+
+def how_to_solve(config: Config) -> dict[str, Any]:
+    """Return how a problem is solved, as the solver takes it."""
+    return {"time_limit_s": config.solver_time_limit_s, "gap": config.solver_gap, "backend": config.solver}
+
+
+def parts_of(measured: Measured, lowered: Lowered, found: Planned) -> dict[str, Any]:
+    """Return what a plan has of its problem and of what was found for it."""
+    classes = {key: StoredClass(o, kernel_bytes(measured.costs[key])) for key, o in measured.options.items()}
+    assert found.schedule is not None
+    return {
+        "schedule": found.schedule,
+        "classes": classes | {"": StoredClass((), kernel_bytes(measured.costs.get("", {})))},
+        "blocks": block_rows(lowered, found.schedule),
+        "lower_bound_s": found.solution.lower_bound_s,
+        "gap": found.solution.gap,
+        "status": found.solution.status.value,
+        "problem": lowered.problem,
+    }

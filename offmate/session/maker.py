@@ -24,6 +24,7 @@ from ..planning.forward_only import make_stream
 from ..planning.placement import fitted, has_place, pockets
 from ..planning.planner import make_follower, make_plan, trace_once
 from ..planning.request import Prepared, Request
+from ..planning.restated import Restated, restated
 from ..plans.plan import Plan
 from ..progress import Progress
 from ..runtime.current import entered
@@ -194,6 +195,14 @@ class Maker:
             with contextlib.suppress(Unfit):
                 return self._following(model, prepared, call, near)
         return self._bound(prepared, model, call, place)
+
+    def restate(self, model: torch.nn.Module, call: Call, plan: Plan) -> Restated:
+        """State the problem of a plan for a call again, with what holds now. Raises: as planning does."""
+        self.look_at_files()
+        request = self._training_request(call)
+        request = replace(request, config=self._config(request.config), margin_bytes=plan.allocator_bytes)
+        with self._preparing(model) as say:
+            return restated(model, call.args, call.kwargs, request, self._updater, say, plan)
 
     def follow(self, model: torch.nn.Module, call: Call, lead: Variant, seen: Seen) -> Variant:
         """Make the variant for a call that takes the actions of another one's plan, and runs on its executor.

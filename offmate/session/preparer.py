@@ -134,6 +134,11 @@ class Preparer:
         for holder, name, value in captured.changed:
             put(holder, name, value)
 
+    def replan(self, variant: Variant, plan: Plan) -> None:
+        """Have the next call of a variant's kind take another plan."""
+        self.maker.use_earlier(plan)
+        self._variants.drop(variant)
+
     def follower(
         self, model: torch.nn.Module, call: Call, lead: Variant, seen: Seen, make_room: Callable[[], None]
     ) -> Variant:

@@ -41,6 +41,7 @@ from .orders import Orders
 from .pace import Pace
 from .parameters import give_buffer_classes, give_classes
 from .preparer import Preparer
+from .replanning import Replanning
 from .residence import Residence
 from .scaling import Scaling
 from .state_storage import StateStorage
@@ -103,6 +104,7 @@ class Session:
         self.turns = Turns(request.micro_batches, request.gate, instead)
         self.residence = Residence(self.device, self.updater, self.turns, self.truth, self.preparer, self.pace)
         self.choice = Choice(self.preparer)
+        self.replanning = Replanning(self.preparer, self.storage, given is not None)
         self.orders = Orders(request, self.choice, self.residence, given)
         self.process, self.lock = self.residence.process, self.residence.lock
         scaling: Scaling | None = None
@@ -112,7 +114,7 @@ class Session:
         self.updates: Updates | None = None
         if self.updater is not None:
             self.updates = Updates(
-                self.residence, self.updater, names, scaling, self.storage, self.orders, self.choice
+                self.residence, self.updater, names, scaling, self.storage, self.orders, self.choice, self.replanning
             )  # fmt: skip
         self._said: set[str] = set()
 
@@ -254,6 +256,7 @@ class Session:
     def _variant_for(self, call: Call) -> tuple[Variant, list[torch.Tensor | None]]:
         """Return the variant for a call, and the call's leaves as its executor takes them."""
         if call.trains and not self.turns.in_update:
+            self.replanning.begin(self.model, call, self.residence.bring_home)
             variant = self.orders.begin(self.model, call)
             if variant is not None:
                 assert self.orders.together is not None

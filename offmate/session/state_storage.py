@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path as Folder
 from typing import NamedTuple
 
 import torch
 
 from ..errors import StorageError
 from ..lowering.state_files import StateFiles
-from ..planning.storage import PathFigures, figures_of, proportions, take_parameters, together, turn_s
+from ..planning.storage import KEPT_FREE, PathFigures, figures_of, proportions, take_parameters, together, turn_s
 from ..plans.drives import in_files
 from ..runtime.devices.device import Device
 from ..runtime.replay.binding import HostState
 from ..runtime.storage.balance import Balance
 from ..runtime.storage.engine import Engine
+from ..runtime.storage.files import SystemFiles
 from ..runtime.storage.folders import StoragePath
 from ..runtime.storage.mapped import MappedStore
 from ..sizes import format_bytes
+from ..solver.resources import Path
 from ..solver.schedule import Schedule
 from .parameter_files import may_leave
 
@@ -45,7 +47,7 @@ class PathInUse(NamedTuple):
         means over the last iterations in which newer ones count more, or what was known before training.
     """
 
-    folder: Path
+    folder: Folder
     stored_bytes: int
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -98,6 +100,12 @@ class StateStorage:
         return None if self._files is None else replace(self._files, for_parameters=self._both and may_leave(params))
 
     @property
+    def path(self) -> Path | None:
+        """The way to all paths together, at the rates of the last iterations; None without storage paths."""
+        now = self._measured()
+        return together(now, self._buffers_bytes).tier.path if now else None
+
+    @property
     def paths(self) -> tuple[PathInUse, ...]:
         """Return what each path holds, and its rates."""
         if self._engine is None:
@@ -121,6 +129,18 @@ class StateStorage:
                 f"there is room for {format_bytes(self._files.capacity_bytes)}; free space there, or name another disk "
                 "as well"
             )
+
+    def why_no_room_beside(self, schedule: Schedule) -> str:
+        """Say why what a schedule keeps in files has no room beside what lies there now; empty if it has."""
+        if self._engine is None:
+            return ""
+        free = [SystemFiles().free_bytes(folder) for folder in self._engine.folders]
+        shares = proportions(self._figures)
+        room = (1 - KEPT_FREE) * min(n_bytes / share for n_bytes, share in zip(free, shares))
+        needed = schedule.most_bytes_in_files
+        if needed <= room:
+            return ""
+        return f"its files need {format_bytes(needed)} beside those of this one, and {format_bytes(int(room))} are free"
 
     def make_room(self) -> None:
         """Reserve the files that the next updates write, before any of them begins.
@@ -166,6 +186,7 @@ class StateStorage:
         return (
             f"what lies in files now takes {slower:.2f} times as long to read and write as the plan counts with: "
             f"{self._engine.folders[worst]} gives {rate} per second, and {planned} were planned. Steps that wait for "
-            "them are slower than predicted. The plan for the next new shape of batch counts with the new rates. So "
-            "does offmate.compile if the program is started again and the rates are not named in StoragePath"
+            "them are slower than predicted. Where that is more than a tenth of a step, it is planned again beside "
+            "training. So it is by offmate.compile if the program is started again and the rates are not named in "
+            "StoragePath"
         )

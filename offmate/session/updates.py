@@ -16,6 +16,7 @@ from .edits import check_groups, check_inputs, late_edit
 from .left_out import leave_out_the_last
 from .orders import Orders
 from .outside import Outside
+from .replanning import Replanning
 from .residence import Residence
 from .scaling import Scaling, skip, unscale
 from .state_storage import StateStorage
@@ -35,7 +36,7 @@ class Updates:
     ----------
     names: of the parameters that the optimizer holds. scaling: None if losses are not scaled. storage: the files that
         states lie in. orders: knows which micro-batches run together. choice: decides whether updates come before the
-        gate, if that is left to it.
+        gate, if that is left to it. replanning: looks whether the plan still holds.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class Updates:
         storage: StateStorage,
         orders: Orders,
         choice: Choice,
+        replanning: Replanning,
     ) -> None:
-        self.storage, self.orders, self.choice = storage, orders, choice
+        self.storage, self.orders, self.choice, self.replanning = storage, orders, choice, replanning
         self.residence, self.updater, self.scaling = residence, updater, scaling
         self.turns, self.truth = residence.turns, residence.truth
         self.assigned, self.outside = Assigned(), Outside(names, self.turns)
@@ -147,6 +149,7 @@ class Updates:
         self._ended(kept=active.executor.kept)
         self.residence.pace.step_done(active.prepared.plan)
         self.storage.iteration_done()
+        self.replanning.update_done()
 
     @alone
     @outside_inference

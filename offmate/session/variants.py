@@ -287,6 +287,10 @@ class Variants:
         other = variant.kind._replace(early=not variant.kind.early)
         self._known = {key: v for key, v in self._known.items() if v is not variant and v.kind != other}
 
+    def drop(self, variant: Variant) -> None:
+        """Drop a variant, and those that use its executor."""
+        self._known = {key: v for key, v in self._known.items() if v.executor is not variant.executor}
+
     @property
     def executors(self) -> set[Executor]:
         """Those that the variants use."""

@@ -1,0 +1,58 @@
+"""Another process solves a problem as this one would, and its end is noticed."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+from offmate.solver.plan import plan
+
+from offmate.errors import SolverError
+from offmate.planning.solving import Solving
+
+from ...solver.random_problems import random_problem
+
+HOW = {"time_limit_s": 60.0, "gap": 0.01, "backend": None}
+
+
+def waited(found: Solving) -> Solving:
+    end_s = time.monotonic() + 120
+    while not found.done:
+        assert time.monotonic() < end_s, "the process takes too long"
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_another_process_finds_the_same_plan(seed):
+    problem = random_problem(random.Random(seed))
+    found, own = waited(Solving(problem, **HOW)).found(), plan(problem, **HOW)
+    assert (found.schedule, found.simulation) == (own.schedule, own.simulation)
+    assert found.solution.lower_bound_s == own.solution.lower_bound_s
+
+
+def test_what_fails_there_is_said_here():
+    with pytest.raises(SolverError, match="no such solver"):
+        waited(Solving(random_problem(random.Random(0)), **{**HOW, "backend": "no such solver"})).found()
+
+
+def test_a_process_that_is_killed_is_said_by_its_status():
+    found: Any = Solving(random_problem(random.Random(0)), **HOW)
+    found._process.kill()
+    with pytest.raises(SolverError, match="its process ended with status -9"):
+        waited(found).found()
+
+
+def test_a_process_ends_with_what_waits_for_it():
+    found: Any = Solving(random_problem(random.Random(0)), **HOW)
+    process = found._process
+    del found
+    assert process.wait(timeout=60) == -9
+
+
+def test_it_rests_as_many_times_as_it_took():
+    found = Solving(random_problem(random.Random(0)), **HOW)
+    assert found.rested(0.0)()
+    assert not waited(found).rested(1e6)()
