@@ -4,7 +4,7 @@
 weights (63 M in bfloat16, with float32 copies, so that states have 12 bytes per parameter) with AdamW on the emulated
 device, each time in a process of its own: with plain PyTorch, with plenty of RAM, and with a quarter of the states'
 bytes as RAM and two storage paths in DIR, which are held to 600 and 200 MB/s by the engine. With 65 % of them, a
-model of wider and fewer layers (72 M) trains twice: with paths for states alone ("more RAM"), and with paths that take
+model of wider and fewer layers (75 M) trains twice: with paths for states alone ("more RAM"), and with paths that take
 parameters, too ("cast"), so that those whose float32 copies are in RAM need not be there. The table has the seconds
 per step beside the predicted ones, what a step reads and writes, the peak of the process's own memory, measured from
 outside, beside what the plan counts, and whether losses, parameters and states are plain PyTorch's, bit for bit. What

@@ -86,7 +86,7 @@ def make_plan(
     where = accelerator(request.device) if machine is None else None
     traced = trace() if trace is not None else trace_model(model, args, kwargs, request.config, True, say, real, where)
     subject = subject_of(model, args, kwargs, traced, request, updater, machine, say)
-    known_as = _known_as(subject)
+    known_as = fingerprints(subject)
     if given is not None:
         _check_given(given, known_as, subject)
     plan, lowered = _planned(subject, known_as, given, near, kept or {}, start)
@@ -120,7 +120,7 @@ def make_follower(
     followed = follow_plan(subject, (lead,), seen)
     if followed is None:
         return None
-    plan = replace(followed[0], fingerprint=_known_as(subject)[0], plan_s=time.perf_counter() - start)
+    plan = replace(followed[0], fingerprint=fingerprints(subject)[0], plan_s=time.perf_counter() - start)
     return _bound(subject, described(plan, subject), followed[1])
 
 
@@ -157,7 +157,7 @@ def _bound(subject: Subject, plan: Plan, lowered: Lowered) -> Prepared:
     )
 
 
-def _known_as(subject: Subject) -> list[str]:
+def fingerprints(subject: Subject) -> list[str]:
     """List the fingerprints of plans that serve: the request's own, then that of one which leaves the split open."""
     model, traced, request = subject.model, subject.traced, subject.request
     requests = [request]

@@ -15,15 +15,16 @@ from ..progress import Progress
 from ..solver.plan import Planned
 from ..solver.problem import Problem
 from .low_precision import of_plan
-from .planner import parts_of, subject_of, trace_once
+from .planner import fingerprints, parts_of, subject_of, trace_once
 from .request import Request
 from .subject import in_low, state, with_steps
 
 
 class Restated(NamedTuple):
-    """The problem of a plan as it is stated now. `measured` are its costs."""
+    """The problem of a plan as it is stated now. `measured` are its costs, and `fingerprint` is the request's."""
 
     plan: Plan
+    fingerprint: str
     measured: Measured
     lowered: Lowered
 
@@ -34,7 +35,8 @@ class Restated(NamedTuple):
 
     def planned(self, found: Planned) -> Plan:
         """Return the plan with what was found instead."""
-        return replace(self.plan, **parts_of(self.measured, self.lowered, found), other_order=None, break_even=None)
+        parts = parts_of(self.measured, self.lowered, found)
+        return replace(self.plan, fingerprint=self.fingerprint, **parts, other_order=None, break_even=None)
 
 
 def restated(
@@ -60,4 +62,4 @@ def restated(
     if plan.problem is not None:
         subject = with_steps(subject, plan.problem)
     measured, lowered, _ = state(subject)
-    return Restated(plan, measured, lowered)
+    return Restated(plan, fingerprints(subject)[0], measured, lowered)

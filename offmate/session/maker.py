@@ -293,7 +293,8 @@ class Maker:
         def make(margin_bytes: int, config: Config) -> Prepared:
             return make_plan(
                 model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes, config=config),
-                self._updater, say, None if margin_bytes else given, near=near, kept=self._earlier, trace=trace,
+                self._updater, say, None if margin_bytes else given, near=near,
+                kept=None if margin_bytes else self._earlier, trace=trace,
             )  # fmt: skip
 
         def make_as_kept(margin_bytes: int) -> Prepared:

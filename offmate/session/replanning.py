@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import CaptureError, InfeasibleBudget, SolverError
+from ..errors import OffmateError, SolverError
 from ..planning.planner import how_to_solve
 from ..planning.restated import Restated
 from ..planning.solving import Solving
@@ -109,13 +109,12 @@ class Replanning:
             return  # one of another shape; the next one may be such a call
         self._due = None
         make_room()
+        how = how_to_solve(self._preparer.request.config)
         try:
             again = self._preparer.maker.restate(model, call, due.prepared.plan)
-        except (CaptureError, InfeasibleBudget) as error:
-            log.info("the plan stays, since its problem cannot be stated again: %s", error)
-            return
-        how = how_to_solve(self._preparer.request.config)
-        self._solving = Solving(again.problem, **how), again, due
+            self._solving = Solving(again.problem, **how), again, due
+        except (OffmateError, torch.OutOfMemoryError, OSError) as error:  # training goes on as it did
+            log.warning("the plan stays, since it cannot be made again: %s", error)
 
     def _finish(self, solving: Solving, again: Restated, variant: Variant) -> None:
         self._solving = None

@@ -176,6 +176,20 @@ def test_what_cannot_be_taken_is_said_and_training_goes_on(paths, drives, monkey
     assert_same(pair, plain)
 
 
+@pytest.mark.parametrize("error", [OSError("no processes left"), offmate.InfeasibleBudget("too small", budget_bytes=1)])
+def test_what_cannot_be_stated_or_started_is_said_and_training_goes_on(paths, drives, monkeypatch, caplog, error):
+    def refuses(problem: Problem, **how: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(replanning, "Solving", refuses)
+    pair, plain = compiled(paths), made()
+    assert train(*pair, range(3)) == train(*plain, range(3))
+    drives.update(first=4.0, second=4.0)
+    assert train(*pair, range(3, 12)) == train(*plain, range(3, 12))
+    assert len(said(caplog, f"the plan stays, since it cannot be made again: {error}")) == 1
+    assert_same(pair, plain)
+
+
 def test_files_beside_those_of_the_plan_are_compared_with_what_is_free(paths, drives, monkeypatch):
     pair = compiled(paths)
     train(*pair, range(2))
