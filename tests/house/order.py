@@ -50,6 +50,7 @@ ROOMS = (
     "offmate.solver.algorithm_1",
     "offmate.solver.refinements",
     "offmate.solver.plan",
+    "offmate.solver.own_process",
     "offmate.solver.batch_size",
     "offmate.solver.passes",
     "offmate.solver.accumulation",
