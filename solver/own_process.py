@@ -1,7 +1,7 @@
 """Solves a problem in a process of its own: `python -m offmate.solver.own_process` is started by `Solving`.
 
 It reads the problem and how to solve it from its standard input, and writes what was found to its standard output. It
-ends with the process that has started it, which keeps the input open until then.
+ends with the process that has started it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import os
 import pickle
 import sys
 import threading
+import time
 
 from .plan import plan
 
 _NICENESS = 10  # training comes first
+_LOOKS_S = 1.0  # between two looks at whether the parent is still there
 
 
 def main() -> None:
     """Solve what the input has, and write the plan, or the words of an error."""
     os.nice(_NICENESS)
-    problem, how = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    parent, problem, how = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     answer = os.dup(1)
     os.dup2(2, 1)  # solvers may write there
     try:
@@ -32,9 +34,9 @@ def main() -> None:
     os._exit(0)  # without waiting for the thread
 
 
-def _end_with_the_parent() -> None:
-    while os.read(0, 1 << 16):
-        pass
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOKS_S)
     os._exit(1)
 
 

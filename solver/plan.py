@@ -112,9 +112,12 @@ def _in_files(
         worth = _WORTH_FILES if way.value_tiers or way.host_update_tier is None else _WORTH_HOST_UPDATES
         if found.schedule is None:
             found = _in_time(way, limits, ladder, report)
-        elif _gains_from_files(way, found, limits, worth):
-            # RAM is full, so what is there at different times shares it.
-            other = _planned(replace(way, host_in_time=True), limits, ladder, report, found)
+            continue
+        in_time = replace(way, host_in_time=True)  # RAM is full, so what is there at different times shares it
+        solved = _if_it_gains(in_time, found, limits, worth)
+        if solved is not None:
+            # The drive is slower than RAM, so that a search which ignores RAM's rate first would find nothing else.
+            other = _searched(in_time, limits, ladder, report, found, solved)
             found = other if found.simulation is None or _seconds(other) < _seconds(found) else found
     return found
 
@@ -123,8 +126,8 @@ def _seconds(found: Planned) -> float:
     return found.simulation.step_s if found.simulation is not None else inf
 
 
-def _gains_from_files(problem: Problem, found: Planned, limits: Limits, worth: float) -> bool:
-    """Return whether more of what files may hold makes a program clearly faster, in fractions.
+def _if_it_gains(problem: Problem, found: Planned, limits: Limits, worth: float) -> Solution | None:
+    """Solve the program in which files may hold more; return None unless it is clearly faster, in fractions.
 
     Parameters
     ----------
@@ -133,11 +136,11 @@ def _gains_from_files(problem: Problem, found: Planned, limits: Limits, worth: f
     full = found.host_is_full or fills_host(problem, found.solution)
     if problem.host_update_tier is not None:
         full = full or (found.schedule is not None and bool(found.schedule.states_in_files))
-        problem = replace(problem, host_in_time=True)  # gradients wait in RAM
     if not full:
-        return False
+        return None
     best = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
-    return bool(best.options) and best.objective_s < (1 - worth) * found.solution.objective_s
+    gains = bool(best.options) and best.objective_s < (1 - worth) * found.solution.objective_s
+    return best if gains else None
 
 
 def _in_time(
@@ -232,8 +235,14 @@ def _searched(
     ladder: tuple[Refinement, ...],
     report: Callable[[Gain], None] | None,
     other: Planned | None = None,
+    solved: Solution | None = None,
 ) -> Planned:
-    """Solve, round and refine; `other` is a plan for the same machine at other rates, where the search may begin."""
+    """Solve, round and refine.
+
+    Parameters
+    ----------
+    other: a plan for the same machine, maybe at other rates, where the search may begin. solved: the program's answer.
+    """
     gains: list[Gain] = []
 
     def note(gain: Gain) -> None:
@@ -246,7 +255,7 @@ def _searched(
         schedule = replace(other.schedule, rates=problem.rates)
         also = (candidate(other.solution, schedule, schedule),)
     started = time.perf_counter()
-    solution = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
+    solution = solved or solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
     if not solution.options:  # too little time, or coefficients so far apart that the solver failed
         return _streamed(problem, solution, ladder, gains, also)
     search = algorithm_1(problem, solution, limits) or near_the_fractions(problem, solution, limits)

@@ -58,8 +58,9 @@ def restated(
     """
     traced = trace_once(model, args, kwargs, request, say)()
     subject = subject_of(model, args, kwargs, traced, request, updater, None, say)
+    known_as = fingerprints(subject)[0]
     subject = in_low(subject, of_plan(plan, subject.traced))
     if plan.problem is not None:
         subject = with_steps(subject, plan.problem)
     measured, lowered, _ = state(subject)
-    return Restated(plan, fingerprints(subject)[0], measured, lowered)
+    return Restated(plan, known_as, measured, lowered)

@@ -111,6 +111,10 @@ class Maker:
         """Let a plan be used where it fits a batch, instead of searching."""
         self._earlier[plan.fingerprint] = plan
 
+    def forget_earlier(self, fingerprint: str) -> None:
+        """Let no earlier plan be used for this request any more."""
+        self._earlier.pop(fingerprint, None)
+
     def keep_split(self, split: Split) -> None:
         """Make plans update parameters where an earlier run did, as far as `Config.updates` leaves it open."""
         self._kept = self._kept.joined(split)

@@ -139,6 +139,11 @@ class Preparer:
         self.maker.use_earlier(plan)
         self._variants.drop(variant)
 
+    def put_back(self, variant: Variant) -> None:
+        """Have the next call of a variant's kind take it again."""
+        self.maker.forget_earlier(variant.prepared.plan.fingerprint)
+        self._variants.replace(variant)
+
     def follower(
         self, model: torch.nn.Module, call: Call, lead: Variant, seen: Seen, make_room: Callable[[], None]
     ) -> Variant:

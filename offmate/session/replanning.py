@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import OffmateError, SolverError
+from ..errors import SolverError, StorageError
 from ..planning.planner import how_to_solve
 from ..planning.restated import Restated
 from ..planning.solving import Solving
@@ -42,9 +42,10 @@ class Replanning:
     keeps the side of its updates.
 
     State: `_path`, the paths as they were after the update before, and `_steady`, for how many updates they have been
-    alike; `_seen`, by executor, the paths with which its plan was last looked at; `_due`, the variant that is to be
-    planned again; `_solving`, what is being solved, for which variant; `_has_rested`, whether the next one may be
-    looked for. Changed by one thread at a time.
+    alike; `_seen`, by executor, the paths with which its plan was last looked at; `_due`, the variants that are to be
+    planned again, each when a call of its kind comes; `_solving`, what is being solved, for which variant; `_before`,
+    the variant that was replaced, until the one instead of it has made an update; `_has_rested`, whether the next one
+    may be looked for. Changed by one thread at a time.
 
     Parameters
     ----------
@@ -57,7 +58,8 @@ class Replanning:
         self._path: Path | None = None
         self._steady = 0
         self._seen: weakref.WeakKeyDictionary[Executor, Path] = weakref.WeakKeyDictionary()
-        self._due: Variant | None = None
+        self._due: list[weakref.ref[Variant]] = []
+        self._before: Variant | None = None
         self._solving: tuple[Solving, Restated, Variant] | None = None
         self._has_rested: Callable[[], bool] = lambda: True
 
@@ -68,6 +70,7 @@ class Replanning:
             return
         same = self._path is not None and abs(_turn_s(now) / _turn_s(self._path) - 1) <= _STEADY
         self._steady, self._path = self._steady + 1 if same else 0, now
+        self._before = None
         lead = variant.lead
         if self._steady >= _UPDATES and self._solving is None and self._has_rested():
             self._look_at(lead, now)
@@ -80,14 +83,8 @@ class Replanning:
         if abs(_turn_s(now) / _turn_s(seen) - 1) <= _OFF:
             return
         self._seen[lead.executor] = now
-        now_s = simulate(_at(plan.schedule, now)).step_s
-        if abs(now_s / plan.predicted_step_s - 1) > _OFF:
-            self._due = lead
-            log.info(
-                "a step is predicted to take %s with the storage paths as they are now, and %s was planned: it is "
-                "planned again, beside training",
-                format_seconds(now_s), format_seconds(plan.predicted_step_s),
-            )  # fmt: skip
+        if _is_off(plan, now):
+            self._due = [due for due in self._due if due() not in (None, lead)] + [weakref.ref(lead)]
 
     def begin(self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]) -> None:
         """Go on as an update begins: state the problem that is due, or take the plan that was found.
@@ -96,24 +93,34 @@ class Replanning:
         ----------
         call: its first one. make_room: removes everything from the device.
         """
-        if self._due is not None:
-            self._start(model, call, make_room)
-        elif self._solving is not None and self._solving[0].done:
-            self._finish(*self._solving)
+        if self._solving is not None:
+            solving, again, variant = self._solving
+            if solving.done and _of_kind(call, variant) is not None:
+                self._finish(solving, again, variant)
+            return
+        for due in self._due:
+            variant = due()
+            own = _of_kind(call, variant) if variant is not None else None
+            if variant is not None and own is not None:
+                self._due.remove(due)
+                self._start(model, own, variant, make_room)
+                return
 
-    def _start(self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]) -> None:
-        due = self._due
-        assert due is not None
-        call = replace(call, together=due.kind.together, early=due.kind.early)
-        if call.kind != due.kind:
-            return  # one of another shape; the next one may be such a call
-        self._due = None
+    def _start(self, model: torch.nn.Module, call: Call, variant: Variant, make_room: Callable[[], None]) -> None:
+        plan, now = variant.prepared.plan, self._storage.path
+        if now is None or not _is_off(plan, now):  # any more
+            return
+        log.info(
+            "a step is predicted to take %s with the storage paths as they are now, and %s was planned: it is planned "
+            "again, beside training",
+            format_seconds(simulate(_at(plan.schedule, now)).step_s), format_seconds(plan.predicted_step_s),
+        )  # fmt: skip
         make_room()
         how = how_to_solve(self._preparer.request.config)
         try:
-            again = self._preparer.maker.restate(model, call, due.prepared.plan)
-            self._solving = Solving(again.problem, **how), again, due
-        except (OffmateError, torch.OutOfMemoryError, OSError) as error:  # training goes on as it did
+            again = self._preparer.maker.restate(model, call, plan)
+            self._solving = Solving(again.problem, **how), again, variant
+        except Exception as error:  # whatever it is, training can go on as it did
             log.warning("the plan stays, since it cannot be made again: %s", error)
 
     def _finish(self, solving: Solving, again: Restated, variant: Variant) -> None:
@@ -143,7 +150,20 @@ class Replanning:
                 "predicted to take %s instead of %s",
                 format_seconds(after_s), format_seconds(before_s),
             )  # fmt: skip
+            self._before = variant
             self._preparer.replan(variant, plan)
+
+    def goes_back(self, error: StorageError) -> bool:
+        """Have the plan from before used again if the one instead of it cannot begin, and say so.
+
+        Returns: whether there is one.
+        """
+        if self._before is None:
+            return False
+        log.warning("the plan stays, since the one instead of it cannot begin: %s", error)
+        self._preparer.put_back(self._before)
+        self._before = None
+        return True
 
     def _why_not(self, plan: Plan) -> str:
         """Say why a plan cannot be taken instead of the one that trains; empty if it can."""
@@ -154,6 +174,16 @@ class Replanning:
         if not self._preparer.request.has_room_for(plan.host_bytes):
             return "it needs more RAM than there is now"
         return self._storage.why_no_room_beside(plan.schedule)
+
+
+def _of_kind(call: Call, variant: Variant) -> Call | None:
+    """Return the call as it would be one of a variant's kind; None if it is of another one."""
+    own = replace(call, together=variant.kind.together, early=variant.kind.early)
+    return own if own.kind == variant.kind else None
+
+
+def _is_off(plan: Plan, now: Path) -> bool:
+    return abs(simulate(_at(plan.schedule, now)).step_s / plan.predicted_step_s - 1) > _OFF
 
 
 def _saved(before_s: float, after_s: float) -> str:

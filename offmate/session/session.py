@@ -247,7 +247,7 @@ class Session:
         try:
             self.residence.activate(self.model, variant, edited)
         except StorageError as error:
-            if self.truth.torn or not self.choice.waits_again(variant, error):
+            if self.truth.torn or not (self.replanning.goes_back(error) or self.choice.waits_again(variant, error)):
                 raise
             variant, tensors = self._variant_for(call)
             self.residence.activate(self.model, variant, edited)

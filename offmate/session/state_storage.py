@@ -137,6 +137,7 @@ class StateStorage:
         free = [SystemFiles().free_bytes(folder) for folder in self._engine.folders]
         shares = proportions(self._figures)
         room = (1 - KEPT_FREE) * min(n_bytes / share for n_bytes, share in zip(free, shares))
+        room = min(room, self._files.capacity_bytes) if self._files is not None else room
         needed = schedule.most_bytes_in_files
         if needed <= room:
             return ""

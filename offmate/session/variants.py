@@ -291,6 +291,11 @@ class Variants:
         """Drop a variant, and those that use its executor."""
         self._known = {key: v for key, v in self._known.items() if v.executor is not variant.executor}
 
+    def replace(self, variant: Variant) -> None:
+        """Keep a variant instead of those for the same kind of calls."""
+        self._known = {key: v for key, v in self._known.items() if v.kind != variant.kind}
+        self.add(variant.kind, variant)
+
     @property
     def executors(self) -> set[Executor]:
         """Those that the variants use."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,9 +49,22 @@ def test_a_process_that_is_killed_is_said_by_its_status():
 
 def test_a_process_ends_with_what_waits_for_it():
     found: Any = Solving(random_problem(random.Random(0)), **HOW)
-    process = found._process
+    process, folder = found._process, found.close.peek()[2][1]
+    assert Path(folder).is_dir()
     del found
     assert process.wait(timeout=60) == -9
+    assert not Path(folder).exists()
+
+
+def test_nothing_is_left_of_it_once_it_is_done():
+    found: Any = waited(Solving(random_problem(random.Random(0)), **HOW))
+    assert not Path(found.close.peek()[2][1]).exists()
+    assert found._process.returncode == 0
+
+
+def test_folders_of_modules_may_be_paths(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*map(Path, sys.path), Path("/nowhere")])
+    assert waited(Solving(random_problem(random.Random(0)), **HOW)).found().schedule is not None
 
 
 def test_it_rests_as_many_times_as_it_took():

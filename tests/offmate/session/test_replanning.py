@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import pickle
 import time
@@ -16,9 +17,11 @@ from offmate.solver.plan import plan
 from offmate.solver.problem import Problem
 
 import offmate
+from offmate.planning import planner
 from offmate.planning.solving import Solving
 from offmate.session import replanning
 
+from ...runtime.storage.faulty import Faulty, refused
 from . import test_state_storage
 from .test_state_storage import KINDS, assert_same, batch, made, one_cache, small_requests, train
 from .test_storage_adapts import paths, slowed, use_engine
@@ -90,6 +93,7 @@ def test_a_plan_is_made_again_and_taken_between_two_updates(paths, drives, monke
     pair, plain = compiled(paths, kind, **({"max_grad_norm": float("inf")} if gated else {})), made(make, dtype)
     assert train(*pair, range(3), dtype) == train(*plain, range(3), dtype)
     before = pair[0].offmate.plan
+    monkeypatch.setattr(planner, "solve_problem", None)  # from now on only the other process searches
     drives.update(first=4.0, second=4.0)
     assert train(*pair, range(3, 8), dtype) == train(*plain, range(3, 8), dtype)
     assert len(said(caplog, "it is planned again, beside training")) == 1
@@ -190,6 +194,61 @@ def test_what_cannot_be_stated_or_started_is_said_and_training_goes_on(paths, dr
     assert_same(pair, plain)
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_plan_that_finds_no_space_gives_way_to_the_one_before(paths, drives, monkeypatch, caplog, code):
+    monkeypatch.setattr(replanning, "_WORTH", -10.0)
+    faulty = Faulty()
+    use_engine(monkeypatch, 2, faulty)
+    pair, plain = compiled(paths), made()
+    assert train(*pair, range(3)) == train(*plain, range(3))
+    before = pair[0].offmate.plan
+    drives.update(first=4.0, second=4.0)
+    assert train(*pair, range(3, 8)) == train(*plain, range(3, 8))
+    faulty.faults["fallocate"] = refused(code)
+    assert train(*pair, range(8, 12)) == train(*plain, range(8, 12))
+    assert pair[0].offmate.plan is before
+    assert len(said(caplog, "the plan stays, since the one instead of it cannot begin")) == 1
+    assert_same(pair, plain)
+
+
+def test_only_a_call_of_its_kind_lets_a_plan_be_made_again(paths, drives, monkeypatch, caplog):
+    """Batches that follow the decisions for a larger one wait for such a one."""
+    monkeypatch.setattr(replanning, "_WORTH", -10.0)
+    caplog.set_level(logging.INFO, "offmate")
+    pair, plain = compiled(paths, config=offmate.Config(shape_buckets=(16,))), made()
+
+    def same(step: int, rows: int) -> None:
+        losses = []
+        for model, optimizer in (pair, plain):
+            torch.manual_seed(step)
+            loss = model(batch(step, rows=rows))["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+
+    for step in range(3):
+        same(step, 16)
+    same(3, 12)
+    lead = pair[0]._offmate_session.training.lead
+    assert lead.kind.shapes == ((16, 192),)
+    drives.update(first=4.0, second=4.0)
+    for step in range(4, 11):
+        same(step, 12)
+    assert not said(caplog, "planned again, beside") and replanning_of(pair[0])._solving is None
+    monkeypatch.setattr(planner, "solve_problem", None)  # from now on only the other process searches
+    same(11, 16)
+    assert len(said(caplog, "planned again, beside")) == 1
+    same(12, 12)
+    assert pair[0]._offmate_session.training.lead is lead
+    same(13, 16)
+    assert pair[0]._offmate_session.training.lead is not lead
+    same(14, 12)
+    assert pair[0]._offmate_session.training.followed is not None
+    assert_same(pair, plain)
+
+
 def test_files_beside_those_of_the_plan_are_compared_with_what_is_free(paths, drives, monkeypatch):
     pair = compiled(paths)
     train(*pair, range(2))
@@ -234,7 +293,7 @@ def test_nothing_is_planned_again_without_need(paths, drives, monkeypatch, caplo
 def test_accumulated_updates_change_plans_only_between_updates(paths, drives, monkeypatch, caplog):
     monkeypatch.setattr(replanning, "_WORTH", -10.0)
     caplog.set_level(logging.INFO, "offmate")
-    pair, plain = compiled(paths, accumulation_steps=3, gpu_budget=1_100_000), made()
+    pair, plain = compiled(paths, accumulation_steps=3, gpu_budget=1_100_000, cpu_budget=1_080_000), made()
 
     def update(step: int, between: Callable[[], None] = lambda: None) -> list[list[float]]:
         losses = []
@@ -261,7 +320,7 @@ def test_accumulated_updates_change_plans_only_between_updates(paths, drives, mo
     drives.update(first=4.0, second=4.0)
     for step in range(3, 7):
         same(step)
-    assert replanning_of(pair[0])._due is not None
+    assert replanning_of(pair[0])._due
     same(7, between=lambda: waited(pair[0]))
     assert pair[0].offmate.plan is before
     same(8)
