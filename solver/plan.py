@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import ceil, inf
+from typing import NamedTuple
 
 from .algorithm_1 import algorithm_1, near_the_fractions
 from .handed import most_away
@@ -112,12 +113,9 @@ def _in_files(
         worth = _WORTH_FILES if way.value_tiers or way.host_update_tier is None else _WORTH_HOST_UPDATES
         if found.schedule is None:
             found = _in_time(way, limits, ladder, report)
-            continue
-        in_time = replace(way, host_in_time=True)  # RAM is full, so what is there at different times shares it
-        solved = _if_it_gains(in_time, found, limits, worth)
-        if solved is not None:
-            # The drive is slower than RAM, so that a search which ignores RAM's rate first would find nothing else.
-            other = _searched(in_time, limits, ladder, report, found, solved)
+        elif (solved := _if_files_gain(way, found, limits, worth)) is not None:
+            # RAM is full, so what is there at different times shares it.
+            other = _planned(replace(way, host_in_time=True), limits, ladder, report, found, solved)
             found = other if found.simulation is None or _seconds(other) < _seconds(found) else found
     return found
 
@@ -126,7 +124,14 @@ def _seconds(found: Planned) -> float:
     return found.simulation.step_s if found.simulation is not None else inf
 
 
-def _if_it_gains(problem: Problem, found: Planned, limits: Limits, worth: float) -> Solution | None:
+class _Solved(NamedTuple):
+    """A program's answer, and the problem that it is of."""
+
+    problem: Problem
+    solution: Solution
+
+
+def _if_files_gain(problem: Problem, found: Planned, limits: Limits, worth: float) -> _Solved | None:
     """Solve the program in which files may hold more; return None unless it is clearly faster, in fractions.
 
     Parameters
@@ -136,11 +141,12 @@ def _if_it_gains(problem: Problem, found: Planned, limits: Limits, worth: float)
     full = found.host_is_full or fills_host(problem, found.solution)
     if problem.host_update_tier is not None:
         full = full or (found.schedule is not None and bool(found.schedule.states_in_files))
+        problem = replace(problem, host_in_time=True)  # gradients wait in RAM
     if not full:
         return None
     best = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
     gains = bool(best.options) and best.objective_s < (1 - worth) * found.solution.objective_s
-    return best if gains else None
+    return _Solved(problem, best) if gains else None
 
 
 def _in_time(
@@ -205,10 +211,11 @@ def _planned(
     ladder: tuple[Refinement, ...],
     report: Callable[[Gain], None] | None,
     other: Planned | None = None,
+    solved: _Solved | None = None,
 ) -> Planned:
-    """Plan, first without the rate of the host's memory if it has one; `other` is as in `_searched`."""
-    ignoring = _searched(_with_endless_host_memory(problem), limits, ladder, report, other)
-    return _at_its_rate(problem, limits, ladder, report, ignoring)
+    """Plan, first without the rate of the host's memory if it has one; `other` and `solved` are as in `_searched`."""
+    ignoring = _searched(_with_endless_host_memory(problem), limits, ladder, report, other, solved)
+    return _at_its_rate(problem, limits, ladder, report, ignoring, solved)
 
 
 def _with_endless_host_memory(problem: Problem) -> Problem:
@@ -222,11 +229,12 @@ def _at_its_rate(
     ladder: tuple[Refinement, ...],
     report: Callable[[Gain], None] | None,
     ignoring: Planned,
+    solved: _Solved | None = None,
 ) -> Planned:
     """Plan again at the rate of the host's memory, if it has one, from a plan that ignores it."""
     if not problem.rates.host_memory_shares:
         return ignoring
-    return _searched(problem, limits, where_memory_is_shared(ladder), report, ignoring)
+    return _searched(problem, limits, where_memory_is_shared(ladder), report, ignoring, solved)
 
 
 def _searched(
@@ -235,13 +243,14 @@ def _searched(
     ladder: tuple[Refinement, ...],
     report: Callable[[Gain], None] | None,
     other: Planned | None = None,
-    solved: Solution | None = None,
+    solved: _Solved | None = None,
 ) -> Planned:
     """Solve, round and refine.
 
     Parameters
     ----------
-    other: a plan for the same machine, maybe at other rates, where the search may begin. solved: the program's answer.
+    other: a plan for the same machine at other rates, where the search may begin. solved: an answer, which is taken if
+        it is of the same problem.
     """
     gains: list[Gain] = []
 
@@ -255,7 +264,10 @@ def _searched(
         schedule = replace(other.schedule, rates=problem.rates)
         also = (candidate(other.solution, schedule, schedule),)
     started = time.perf_counter()
-    solution = solved or solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
+    if solved is not None and solved.problem == problem:
+        solution = solved.solution
+    else:
+        solution = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
     if not solution.options:  # too little time, or coefficients so far apart that the solver failed
         return _streamed(problem, solution, ladder, gains, also)
     search = algorithm_1(problem, solution, limits) or near_the_fractions(problem, solution, limits)
