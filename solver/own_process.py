@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -37,6 +38,8 @@ def main() -> None:
 def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_LOOKS_S)
+    if os.getpgrp() == os.getpid():  # with what it has started
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
