@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -22,8 +23,8 @@ _LOOKS_S = 1.0  # between two looks at whether the parent is still there
 def main() -> None:
     """Solve what the input has, and write the plan, or the words of an error."""
     os.nice(_NICENESS)
-    parent, problem, how = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    parent, folder, problem, how = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
     answer = os.dup(1)
     os.dup2(2, 1)  # solvers may write there
     try:
@@ -35,10 +36,12 @@ def main() -> None:
     os._exit(0)  # without waiting for the thread
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, folder: str) -> None:
+    """Once the parent has ended, end this process, with what it has started and with its folder for their files."""
     while os.getppid() == parent:
         time.sleep(_LOOKS_S)
-    if os.getpgrp() == os.getpid():  # with what it has started
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 

@@ -53,7 +53,7 @@ class Solving:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self.close = weakref.finalize(self, _end, self._process, folder, os.getpid())
-        given = pickle.dumps((os.getpid(), problem, how))
+        given = pickle.dumps((os.getpid(), folder, problem, how))
         threading.Thread(target=_hand_over, args=(self._process, given, folder, self._answer), daemon=True).start()
 
     @property
