@@ -68,12 +68,12 @@ class Choice:
             seen, misses, 100 * figures.share, self._next(figures),
         )  # fmt: skip
 
-    def waits_again(self, variant: Variant, error: StorageError) -> bool:
+    def waits_again(self, variant: Variant | None, error: StorageError) -> bool:
         """Let updates wait for the gate again if the plan whose updates do not cannot begin, for want of space; say so.
 
         Returns: whether they do wait now, so that the call can go on with another variant.
         """
-        if self.clipping is None or not variant.kind.early:
+        if self.clipping is None or variant is None or not variant.kind.early:
             return False
         self.clipping.wait()
         log.warning("updates wait for the gate again, since the plan with earlier ones cannot begin: %s", error)

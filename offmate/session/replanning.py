@@ -30,6 +30,7 @@ _OFF = 0.1  # part by which rates, and then a plan's prediction, are off before 
 _STEADY = 0.05  # part by which rates may differ from those of the update before
 _UPDATES = 3  # in a row with steady rates
 _WORTH = 0.02  # part of a step that another plan must save
+_WAITS = 20  # updates of other kinds of batches for which a plan that was found is kept
 _REST = 10  # times the seconds that a plan took, until the next one may be looked for
 
 
@@ -43,9 +44,9 @@ class Replanning:
 
     State: `_path`, the paths as they were after the update before, and `_steady`, for how many updates they have been
     alike; `_seen`, by executor, the paths with which its plan was last looked at; `_due`, the variants that are to be
-    planned again, each when a call of its kind comes; `_solving`, what is being solved, for which variant; `_before`,
-    the variant that was replaced, until the one instead of it has made an update; `_has_rested`, whether the next one
-    may be looked for. Changed by one thread at a time.
+    planned again, each when a call of its kind comes; `_solving`, what is being solved, for which variant, and
+    `_unused`, the updates since it is; `_before`, the variant that was replaced, until the one instead of it has made
+    an update; `_has_rested`, whether the next one may be looked for. Changed by one thread at a time.
 
     Parameters
     ----------
@@ -60,6 +61,7 @@ class Replanning:
         self._seen: weakref.WeakKeyDictionary[Executor, Path] = weakref.WeakKeyDictionary()
         self._due: list[weakref.ref[Variant]] = []
         self._before: Variant | None = None
+        self._unused = 0
         self._solving: tuple[Solving, Restated, Variant] | None = None
         self._has_rested: Callable[[], bool] = lambda: True
 
@@ -71,9 +73,22 @@ class Replanning:
         same = self._path is not None and abs(_turn_s(now) / _turn_s(self._path) - 1) <= _STEADY
         self._steady, self._path = self._steady + 1 if same else 0, now
         self._before = None
+        self._let_go_if_unused()
         lead = variant.lead
         if self._steady >= _UPDATES and self._solving is None and self._has_rested():
             self._look_at(lead, now)
+
+    def _let_go_if_unused(self) -> None:
+        """Give up what was found for a kind of batch that does not come any more."""
+        if self._solving is None or not self._solving[0].done:
+            self._unused = 0
+            return
+        self._unused += 1
+        if self._unused > _WAITS:
+            solving, _, variant = self._solving
+            self._solving, self._unused = None, 0
+            self._has_rested = solving.rested(_REST)
+            self._seen.pop(variant.lead.executor, None)  # it is looked at again if it comes
 
     def _look_at(self, lead: Variant, now: Path) -> None:
         plan = lead.prepared.plan
@@ -99,11 +114,11 @@ class Replanning:
                 self._finish(solving, again, variant)
             return
         for due in self._due:
-            variant = due()
-            own = _of_kind(call, variant) if variant is not None else None
-            if variant is not None and own is not None:
+            waiting = due()
+            own = _of_kind(call, waiting) if waiting is not None else None
+            if waiting is not None and own is not None:
                 self._due.remove(due)
-                self._start(model, own, variant, make_room)
+                self._start(model, own, waiting, make_room)
                 return
 
     def _start(self, model: torch.nn.Module, call: Call, variant: Variant, make_room: Callable[[], None]) -> None:

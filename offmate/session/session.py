@@ -242,16 +242,19 @@ class Session:
 
     def _active_for(self, call: Call, edited: tuple[str, ...]) -> tuple[Variant, list[torch.Tensor | None]]:
         """Return the variant for a call, with its tensors on the device, and the leaves as its executor takes them."""
-        variant, tensors = self._variant_for(call)
-        self.residence.renew()
+        found: tuple[Variant, list[torch.Tensor | None]] | None = None
         try:
-            self.residence.activate(self.model, variant, edited)
+            found = self._variant_for(call)
+            self.residence.renew()
+            self.residence.activate(self.model, found[0], edited)
         except StorageError as error:
+            variant = found[0] if found is not None else None
             if self.truth.torn or not (self.replanning.goes_back(error) or self.choice.waits_again(variant, error)):
                 raise
-            variant, tensors = self._variant_for(call)
-            self.residence.activate(self.model, variant, edited)
-        return variant, tensors
+            found = self._variant_for(call)
+            self.residence.renew()
+            self.residence.activate(self.model, found[0], edited)
+        return found
 
     def _variant_for(self, call: Call) -> tuple[Variant, list[torch.Tensor | None]]:
         """Return the variant for a call, and the call's leaves as its executor takes them."""

@@ -20,6 +20,7 @@ import offmate
 from offmate.planning import planner
 from offmate.planning.solving import Solving
 from offmate.session import replanning
+from offmate.session.maker import Maker
 
 from ...runtime.storage.faulty import Faulty, refused
 from . import test_state_storage
@@ -246,6 +247,47 @@ def test_only_a_call_of_its_kind_lets_a_plan_be_made_again(paths, drives, monkey
     assert pair[0]._offmate_session.training.lead is not lead
     same(14, 12)
     assert pair[0]._offmate_session.training.followed is not None
+    assert_same(pair, plain)
+
+
+def test_what_was_found_for_batches_that_no_longer_come_is_given_up(paths, drives, monkeypatch, caplog):
+    monkeypatch.setattr(replanning, "_WORTH", -10.0)
+    monkeypatch.setattr(replanning, "_REST", 0)
+    pair, plain = compiled(paths), made()
+    assert train(*pair, range(3)) == train(*plain, range(3))
+    drives.update(first=4.0, second=4.0)
+    assert train(*pair, range(3, 8)) == train(*plain, range(3, 8))
+    first = replanning_of(pair[0])._solving
+    for model in (pair[0], plain[0]):
+        model.drop.p = 0.2
+    assert train(*pair, range(8, 12)) == train(*plain, range(8, 12))
+    second = pair[0]._offmate_session.training
+    assert second is not first[2] and replanning_of(pair[0])._solving is first
+    drives.update(first=1.0, second=1.0)
+    assert train(*pair, range(12, 32)) == train(*plain, range(12, 32))
+    assert pair[0]._offmate_session.training is not second  # it has had its turn
+    assert_same(pair, plain)
+
+
+def test_a_write_that_fails_on_the_way_to_a_plan_gives_way_to_the_one_before(paths, drives, monkeypatch, caplog):
+    monkeypatch.setattr(replanning, "_WORTH", -10.0)
+    pair, plain = compiled(paths), made()
+    assert train(*pair, range(3)) == train(*plain, range(3))
+    before = pair[0].offmate.plan
+    drives.update(first=4.0, second=4.0)
+    assert train(*pair, range(3, 8)) == train(*plain, range(3, 8))
+    make, left = Maker.make, [1]
+
+    def fails_once(self: Maker, *given: Any) -> Any:
+        if left:
+            left.pop()
+            raise offmate.StorageError("pwritev failed")
+        return make(self, *given)
+
+    monkeypatch.setattr(Maker, "make", fails_once)
+    assert train(*pair, range(8, 11)) == train(*plain, range(8, 11))
+    assert not left and pair[0].offmate.plan is before
+    assert len(said(caplog, "the plan stays, since the one instead of it cannot begin: pwritev failed")) == 1
     assert_same(pair, plain)
 
 
