@@ -82,6 +82,16 @@ def drives(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return factors
 
 
+def until_found(paths: Any, drives: dict[str, float]) -> tuple[Any, Any, offmate.Plan]:
+    """Train until the paths are slower and another plan is found; return both sides, and the plan that trains."""
+    pair, plain = compiled(paths), made()
+    assert train(*pair, range(3)) == train(*plain, range(3))
+    before = pair[0].offmate.plan
+    drives.update(first=4.0, second=4.0)
+    assert train(*pair, range(3, 8)) == train(*plain, range(3, 8))
+    return pair, plain, before
+
+
 def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if words in record.getMessage()]
 
@@ -123,11 +133,7 @@ def test_another_process_plans_while_a_model_trains(paths, drives, monkeypatch):
 
 def test_a_plan_that_is_as_fast_stays(paths, drives, caplog):
     caplog.set_level(logging.INFO, "offmate")
-    pair, plain = compiled(paths), made()
-    assert train(*pair, range(3)) == train(*plain, range(3))
-    before = pair[0].offmate.plan
-    drives.update(first=4.0, second=4.0)
-    assert train(*pair, range(3, 8)) == train(*plain, range(3, 8))
+    pair, plain, before = until_found(paths, drives)
     waited(pair[0])
     session = replanning_of(pair[0])
     restated = session._solving[1]
@@ -156,11 +162,7 @@ class _Finds:
 def test_what_cannot_be_taken_is_said_and_training_goes_on(paths, drives, monkeypatch, caplog, why):
     monkeypatch.setattr(replanning, "_WORTH", -10.0)
     caplog.set_level(logging.INFO, "offmate")
-    pair, plain = compiled(paths), made()
-    assert train(*pair, range(3)) == train(*plain, range(3))
-    before = pair[0].offmate.plan
-    drives.update(first=4.0, second=4.0)
-    assert train(*pair, range(3, 8)) == train(*plain, range(3, 8))
+    pair, plain, before = until_found(paths, drives)
     waited(pair[0])
     session, words = pair[0]._offmate_session, ""
     if why == "fails":
@@ -200,11 +202,7 @@ def test_a_plan_that_finds_no_space_gives_way_to_the_one_before(paths, drives, m
     monkeypatch.setattr(replanning, "_WORTH", -10.0)
     faulty = Faulty()
     use_engine(monkeypatch, 2, faulty)
-    pair, plain = compiled(paths), made()
-    assert train(*pair, range(3)) == train(*plain, range(3))
-    before = pair[0].offmate.plan
-    drives.update(first=4.0, second=4.0)
-    assert train(*pair, range(3, 8)) == train(*plain, range(3, 8))
+    pair, plain, before = until_found(paths, drives)
     faulty.faults["fallocate"] = refused(code)
     assert train(*pair, range(8, 12)) == train(*plain, range(8, 12))
     assert pair[0].offmate.plan is before
@@ -253,10 +251,7 @@ def test_only_a_call_of_its_kind_lets_a_plan_be_made_again(paths, drives, monkey
 def test_what_was_found_for_batches_that_no_longer_come_is_given_up(paths, drives, monkeypatch, caplog):
     monkeypatch.setattr(replanning, "_WORTH", -10.0)
     monkeypatch.setattr(replanning, "_REST", 0)
-    pair, plain = compiled(paths), made()
-    assert train(*pair, range(3)) == train(*plain, range(3))
-    drives.update(first=4.0, second=4.0)
-    assert train(*pair, range(3, 8)) == train(*plain, range(3, 8))
+    pair, plain, _ = until_found(paths, drives)
     first = replanning_of(pair[0])._solving
     for model in (pair[0], plain[0]):
         model.drop.p = 0.2
@@ -271,11 +266,7 @@ def test_what_was_found_for_batches_that_no_longer_come_is_given_up(paths, drive
 
 def test_a_write_that_fails_on_the_way_to_a_plan_gives_way_to_the_one_before(paths, drives, monkeypatch, caplog):
     monkeypatch.setattr(replanning, "_WORTH", -10.0)
-    pair, plain = compiled(paths), made()
-    assert train(*pair, range(3)) == train(*plain, range(3))
-    before = pair[0].offmate.plan
-    drives.update(first=4.0, second=4.0)
-    assert train(*pair, range(3, 8)) == train(*plain, range(3, 8))
+    pair, plain, before = until_found(paths, drives)
     make, left = Maker.make, [1]
 
     def fails_once(self: Maker, *given: Any) -> Any:
