@@ -182,10 +182,10 @@ class Replanning:
 
     def _why_not(self, plan: Plan) -> str:
         """Say why a plan cannot be taken instead of the one that trains; empty if it can."""
-        if now := self._storage.path:
-            then = plan.schedule.rates.paths[now.tier]
-            if abs(_turn_s(now) / _turn_s(then) - 1) > _OFF:
-                return "the storage paths have other rates by now"
+        now = self._storage.path
+        then = plan.schedule.rates.paths.get(now.tier) if now is not None else None
+        if now is not None and then is not None and abs(_turn_s(now) / _turn_s(then) - 1) > _OFF:
+            return "the storage paths have other rates by now"
         if not self._preparer.request.has_room_for(plan.host_bytes):
             return "it needs more RAM than there is now"
         return self._storage.why_no_room_beside(plan.schedule)
