@@ -10,7 +10,7 @@ from .problem import Problem
 from .refine import Limits, Search, candidate
 from .resources import HOST
 from .rounding.least_host import settle_least_host
-from .rounding.settle import settle
+from .rounding.settle import Resolver, settle
 from .rounding.spilled import whole_schedule
 from .schedule import Schedule
 from .simulate import keeps_budgets, memory_highs, simulate
@@ -85,12 +85,13 @@ def near_the_fractions(
     for on_host, on_device in _ROOMS:
         tried = problem.with_capacities({HOST: int((1 - on_host) * problem.host_budget_bytes)})
         tried = replace(tried, device_budget_bytes=int((1 - on_device) * problem.device_budget_bytes))
-        settled = False
-        for near in settle(tried, solution, host_is_full=host_is_full, **how):
+        settled, resolver = False, Resolver(tried, solution, **how)
+        for near in settle(resolver, host_is_full=host_is_full):
             settled = True
             rounded = whole_schedule(problem, tried, near, host_is_full=host_is_full)
             if keeps_budgets(problem, rounded):
-                return Search(problem, tried, solution, limits, (candidate(near, rounded, rounded),), host_is_full)
+                found = (candidate(near, rounded, rounded),)
+                return Search(problem, tried, solution, limits, found, host_is_full, resolver)
         if host_is_full and not settled:  # nor will anything with less memory be
             break
     return _fewest_on_host(problem, solution, limits) if host_is_full else None

@@ -186,6 +186,20 @@ class Problem(InPasses):
         return self.frozen_tiers if group.in_files else ()
 
     @property
+    def with_states_in_ram(self) -> Problem:
+        """The problem without the files that optimizer states leave to, whose buffers still take their part of RAM."""
+        tiers = tuple(tier for tier in self.rates.tiers if not tier.for_states)
+        buffers_bytes = sum(tier.buffers_bytes for tier in self.rates.tiers if tier.for_states)
+        host_bytes = max(0, self.host_budget_bytes - buffers_bytes)
+        return replace(self, host_budget_bytes=host_bytes, rates=replace(self.rates, tiers=tiers))
+
+    @property
+    def memory_may_hold_states(self) -> bool:
+        """Whether both budgets together have as many bytes as the optimizer states of all groups."""
+        states = sum(group.state_bytes for group in self.groups if group.trainable)
+        return states <= self.device_budget_bytes + self.host_budget_bytes
+
+    @property
     def with_parameters_in_ram(self) -> Problem:
         """The problem in which trained parameters leave to the host only."""
         tiers = tuple(replace(tier, for_parameters=False) for tier in self.rates.tiers)

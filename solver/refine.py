@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Protocol
 
 from .problem import Problem
+from .rounding.settle import Resolver
 from .schedule import Schedule
 from .scheduling.validate import is_valid
 from .simulate import simulate
@@ -58,6 +59,7 @@ class Search:
         tensors.
     solution: the program's answer to `tried`. found: candidates, at least one.
     host_is_full: whether rounding has to keep to the host's budget, too.
+    resolver: of `tried` and `solution`, with what it has answered so far; None if there is none yet.
     """
 
     problem: Problem
@@ -66,6 +68,7 @@ class Search:
     limits: Limits
     found: tuple[Candidate, ...]
     host_is_full: bool = False
+    resolver: Resolver | None = field(default=None, compare=False, repr=False)
 
     @property
     def best(self) -> Candidate:

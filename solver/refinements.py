@@ -13,7 +13,7 @@ from .polish.in_time import in_time
 from .polish.trials import best_of_trials
 from .problem import Problem
 from .refine import Candidate, Refinement, Search, candidate, refine
-from .rounding.settle import settle, settle_whole
+from .rounding.settle import Resolver, settle, settle_whole
 from .rounding.spilled import whole_schedule
 from .scheduling.emit import counted_to
 from .scheduling.validate import is_valid
@@ -61,13 +61,18 @@ class Settle:
     def candidates(self, search: Search) -> Iterator[Candidate]:
         limits, tried = search.limits, search.tried
         how: dict[str, Any] = {"time_limit_s": limits.time_limit_s, "gap": limits.gap, "backend": limits.backend}
+        resolver = search.resolver or Resolver(tried, search.solution, **how)
         for room in self.rooms:
             budget_bytes = int(tried.device_budget_bytes * (1 - room))
             near = solve(replace(tried, device_budget_bytes=budget_bytes), **how) if room else search.solution
-            full = search.host_is_full
-            settled = settle(tried, search.solution, near, host_is_full=full, **how) if near.options else ()
-            found = [one for whole in settled for one in _rounded(search, tried, whole)]
-            yield from found
+            settled = settle(resolver, near, host_is_full=search.host_is_full) if near.options else ()
+            found = False
+            for whole in settled:
+                known = any(one.near is whole for one in search.found)
+                found = found or known
+                for one in () if known else _rounded(search, tried, whole):
+                    found = True
+                    yield one
             if found:
                 return
 

@@ -38,40 +38,30 @@ class Parts:
     states: Mapping[str, float] = field(default_factory=dict)
 
 
-def settle(
-    problem: Problem,
-    solution: Solution,
-    near: Solution | None = None,
-    *,
-    host_is_full: bool = False,
-    time_limit_s: float = 60.0,
-    gap: float = 0.01,
-    backend: str | None = None,
-) -> Iterator[Solution]:
-    """Yield the best flows for the solution's choices, with whole tensors where `near` has fractions of groups.
+def settle(resolver: Resolver, near: Solution | None = None, *, host_is_full: bool = False) -> Iterator[Solution]:
+    """Yield the best flows for a solution's choices, with whole tensors where `near` has fractions of groups.
 
     Parameters
     ----------
-    solution: an answer to the problem, with a plan. near: a solution with room to spare for whole tensors, to be taken
-        where `solution` has none; None for the solution itself. host_is_full: whether states leave as whole tensors,
-        since the host holds them so. time_limit_s, gap, backend: as in `solve`.
+    resolver: of the problem and the solution. near: a solution with room to spare for whole tensors, to be taken where
+        the resolver's has none; None for that one itself. host_is_full: whether states leave as whole tensors, since
+        the host holds them so.
 
     Returns: first a solution in which every host part consists of whole tensors, then one in which the states that
     leave do, too; each one only if it fits.
-    Raises: BackendError if the backend is not installed.
     """
-    solver = Resolver(problem, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
-    large, near = _settle_large(problem, solver, near or solution, host_is_full)
+    problem = resolver.problem
+    large, near = _settle_large(problem, resolver, near or resolver.solution, host_is_full)
     parts = Parts(whole_parts(problem, near, large.host), large.states)
-    settled = solver.solve(parts)
+    settled = resolver.solve(parts)
     if settled is None:  # a larger host part needs less device memory
         parts = Parts(whole_parts(problem, near, large.host, at_least=True), large.states)
-        settled = solver.solve(parts)
+        settled = resolver.solve(parts)
     if settled is None:
         return
     yield settled
     gone = whole_states(problem, settled, of_tensors=host_is_full)
-    again = solver.solve(Parts(parts.host, gone | dict(large.states)))
+    again = resolver.solve(Parts(parts.host, gone | dict(large.states)))
     if again is not None:
         yield again
 
@@ -83,7 +73,7 @@ def settle_whole(
 
     Parameters
     ----------
-    solution, time_limit_s, backend: as in `settle`.
+    solution, time_limit_s, backend: as in `Resolver`.
 
     Returns: a nearly optimal solution; None if there is none, or if the tensors are too many to solve for in a short
     time.
@@ -95,7 +85,7 @@ def settle_whole(
 
 
 class Resolver:
-    """Solves a problem again with a solution's choices and given parts; the program is built once.
+    """Solves a problem again with a solution's choices and given parts; builds the program once, and keeps answers.
 
     Parameters
     ----------
@@ -117,12 +107,21 @@ class Resolver:
         self._program = state_program(problem)
         self._backend = get(backend) if backend else default()
         self._limits = (time_limit_s, gap)
+        self._answers: dict[tuple[frozenset[tuple[str, float]], ...], Solution | None] = {}
 
     def solve(self, parts: Parts) -> Solution | None:
         """Solve for the best flows with these parts; the program decides the parts that are not given.
 
-        Returns: a solution with the bound of the original one; None if there is no plan with these parts.
+        Returns: a solution with the bound of the original one; None if there is no plan with these parts. The same
+        parts give the same object.
         """
+        key = frozenset(parts.host.items()), frozenset(parts.states.items())
+        if key not in self._answers:
+            self._answers[key] = self._solved(self._program.model, self._held(parts))
+        return self._answers[key]
+
+    def _held(self, parts: Parts) -> dict[int, float]:
+        """Return the values of the columns that the solution's choices and some parts give."""
         program = self._program
         held = _choices(program, self.solution)
         for name, part in parts.host.items():
@@ -131,7 +130,7 @@ class Resolver:
             trips = program.groups[name].states
             if len(trips) == 1:  # with several tiers the program decides how much goes to each
                 held |= dict.fromkeys(trips[0].out.total, part)
-        return self._solved(program.model, held)
+        return held
 
     def solve_whole(self) -> Solution | None:
         """Solve, at the root node of the search, for flows whose totals are made of whole tensors.
@@ -170,7 +169,7 @@ class Resolver:
         return replace(settled, status=self.solution.status, lower_bound_s=bound_s, gap=gap)
 
 
-def _settle_large(problem: Problem, solver: Resolver, near: Solution, host_is_full: bool) -> tuple[Parts, Solution]:
+def _settle_large(problem: Problem, resolver: Resolver, near: Solution, host_is_full: bool) -> tuple[Parts, Solution]:
     """Choose whole parts for the large groups that a solution splits, one group at a time, the best near it."""
     parts = Parts()
     large = [group for group in _in_order(problem) if _weight(problem, group, near) > _LARGE]
@@ -178,7 +177,7 @@ def _settle_large(problem: Problem, solver: Resolver, near: Solution, host_is_fu
         best: tuple[Parts, Solution] | None = None
         for host, states in _around(problem, group, near, host_is_full):
             tried = Parts({**parts.host, group.name: host}, {**parts.states, **states})
-            found = solver.solve(tried)
+            found = resolver.solve(tried)
             if found is not None and found.objective_s < (best[1].objective_s if best else inf):
                 best = tried, found
         parts, near = best or (parts, near)

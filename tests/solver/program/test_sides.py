@@ -15,7 +15,7 @@ from offmate.solver.plan import Planned, plan
 from offmate.solver.problem import Problem, ProblemError
 from offmate.solver.program.streamed import streaming_solution
 from offmate.solver.rounding.groups import round_solution
-from offmate.solver.rounding.settle import settle, settle_whole
+from offmate.solver.rounding.settle import Resolver, settle, settle_whole
 from offmate.solver.schedule import Schedule
 from offmate.solver.scheduling.emit import build_schedule
 from offmate.solver.scheduling.validate import validate
@@ -126,7 +126,7 @@ def test_nearer_to_whole_tensors_they_are_kept(seed: int, m: int, room: float) -
     least, ample = least_budget(problem).bytes, max(solve(problem).memory_bytes)
     problem = replace(problem, device_budget_bytes=int(least * 1.05 + room * max(0, ample - least)))
     solution = solve(problem)
-    for near in (*settle(problem, solution), settle_whole(problem, solution)):
+    for near in (*settle(Resolver(problem, solution)), settle_whole(problem, solution)):
         if near is not None:
             check_sides(problem, build_schedule(problem, round_solution(problem, near)))
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from offmate.solver import refinements
 from offmate.solver.plan import plan
-from offmate.solver.problem import Group, Problem, TensorSize
-from offmate.solver.refine import Limits
+from offmate.solver.problem import Group, TensorSize
+from offmate.solver.refine import Limits, Search
 from offmate.solver.refinements import Settle
 from offmate.solver.rounding.settle import Parts, Resolver, settle, whole_parts, whole_states
 from offmate.solver.scheduling.validate import validate
@@ -55,7 +54,7 @@ def test_a_large_group_is_tried_both_ways() -> None:
     problem = replace(chain(cpu_s=0.5, device_s=0.1, budget=3190), groups=(group,), gate=False)
     solution = solve(problem, gap=1e-6)
     assert 0 < solution.groups["w"].cpu_part < 0.1
-    (settled, *_) = settle(problem, solution)
+    (settled, *_) = settle(Resolver(problem, solution))
     assert settled.groups["w"].cpu_part == pytest.approx(1.0)
     planned = plan(problem)
     assert planned.simulation is not None and planned.schedule is not None
@@ -83,7 +82,7 @@ def test_what_does_not_fit_in_whole_parts_is_left() -> None:
     assert Resolver(problem, solution).solve(Parts({"w": 0.0})) is None
     assert Resolver(replace(problem, device_budget_bytes=400), solution).solve(Parts({"w": 0.0})) is not None
     # It is large: so all of it on the host is tried, too.
-    assert next(settle(problem, solution)).groups["w"].cpu_part == pytest.approx(1.0)
+    assert next(settle(Resolver(problem, solution))).groups["w"].cpu_part == pytest.approx(1.0)
 
 
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0))
@@ -92,7 +91,7 @@ def test_settled_plans_are_valid_and_not_slower(seed: int, roomy: float) -> None
     least, ample = least_budget(problem).bytes, max(solve(problem).memory_bytes)
     problem = replace(problem, device_budget_bytes=int(least * 1.02 + roomy * max(0, ample - least)))
     solution = solve(problem)
-    for settled in settle(problem, solution):
+    for settled in settle(Resolver(problem, solution)):
         assert max(settled.memory_bytes) <= problem.device_budget_bytes
         assert settled.objective_s >= solution.lower_bound_s - 1e-9
     planned = plan(problem)
@@ -107,13 +106,13 @@ def test_where_no_whole_parts_fit_those_of_a_smaller_budget_are_tried(monkeypatc
     problem = replace(problem, device_budget_bytes=int(1.5 * least_budget(problem).bytes))
     solution, asked = solve(problem), []
 
-    def settled(given: Problem, answer: Solution, near: Solution, **limits: object) -> Iterator[Solution]:
+    def settled(resolver: Resolver, near: Solution, *, host_is_full: bool) -> Iterator[Solution]:
         asked.append(near)
-        return iter((answer,) if near is not answer else ())
+        return iter((resolver.solution,) if near is not resolver.solution else ())
 
     monkeypatch.setattr(refinements, "settle", settled)
     monkeypatch.setattr(refinements, "_rounded", lambda *given: iter(("found",)))
-    search = SimpleNamespace(problem=problem, tried=problem, solution=solution, limits=Limits(), host_is_full=False)
-    assert list(Settle().candidates(search)) == ["found"]  # type: ignore[arg-type]
+    search = Search(problem, problem, solution, Limits(), ())
+    assert list(Settle().candidates(search)) == ["found"]  # type: ignore[comparison-overlap]
     assert asked[0] is solution and len(asked) == 2
     assert asked[1].objective_s >= solution.objective_s * (1 - 0.01), "with less memory nothing is faster"
