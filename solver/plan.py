@@ -134,14 +134,14 @@ def _with_states(
     if found.schedule is None:
         return _in_time(problem, limits, ladder, report)
     # A path that takes none of the rate of RAM's own can be of use before RAM is full.
-    useful = found.host_is_full or fills_host(in_memory, found.solution) or not _through_host(problem)
+    useful = found.host_is_full or fills_host(problem, found.solution) or not _through_host(problem)
     if useful:
         best = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
         if best.options and best.objective_s < (1 - _WORTH_STATES) * found.solution.objective_s:
             other = _in_time(problem, limits, ladder, report)
             found = other if _seconds(other) < _seconds(found) else found
     assert found.schedule is not None
-    return replace(found, schedule=replace(found.schedule, **problem.machine))
+    return replace(found, schedule=replace(found.schedule, rates=problem.rates))
 
 
 def _through_host(problem: Problem) -> bool:

@@ -187,11 +187,9 @@ class Problem(InPasses):
 
     @property
     def with_states_in_ram(self) -> Problem:
-        """The problem without the files that optimizer states leave to, whose buffers still take their part of RAM."""
+        """The problem without the files that optimizer states leave to, and without their buffers in RAM."""
         tiers = tuple(tier for tier in self.rates.tiers if not tier.for_states)
-        buffers_bytes = sum(tier.buffers_bytes for tier in self.rates.tiers if tier.for_states)
-        host_bytes = max(0, self.host_budget_bytes - buffers_bytes)
-        return replace(self, host_budget_bytes=host_bytes, rates=replace(self.rates, tiers=tiers))
+        return replace(self, rates=replace(self.rates, tiers=tiers))
 
     @property
     def memory_may_hold_states(self) -> bool:

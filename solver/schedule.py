@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import groupby
@@ -127,19 +128,41 @@ class Schedule(InPasses):
     def states_in_files(self) -> frozenset[str]:
         """The tensors whose optimizer states have their homes in files, and not in RAM.
 
-        As soon as any state has its home on a tier for states, RAM is short. So all states have their homes there but
-        those that the host updates in RAM and those of which everything leaves to RAM. Of the others, RAM has only the
-        pieces that leave to it, while they are away.
+        As soon as any state has its home on a tier for states, RAM is short. So it is if there is such a tier, and RAM
+        has no room for what is on the device and comes back before another plan runs. So all states have their homes
+        there but those that the host updates in RAM and those of which everything leaves to RAM. Of the others, RAM has
+        only the pieces that leave to it, while they are away.
         """
         files = {tier.name for tier in self.rates.tiers if tier.for_states}
         leaving = {action.item for action in self.actions if action.kind is Kind.OFFLOAD}
         from_files = self.updated_from_files
         leave = any(item.kind is ItemKind.STATE and self.homes.get(item) in files for item in leaving)
-        if not (leave or from_files):
+        short = bool(files) and self._rest_bytes(()) > self.host_budget_bytes
+        if not (leave or from_files or short):
             return frozenset()
         to_ram = {item for item in leaving if self.homes.get(item) not in files}
         in_ram = {name for name, own in self.states.items() if to_ram.issuperset(own)}
         return frozenset(self.update_device_s.keys() - in_ram) | from_files
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of RAM once all parameters and optimizer states have come back to it from the device.
+
+        They do before another plan runs, and when somebody reads them. Frozen parameters do not count where some come
+        from files.
+        """
+        return self._rest_bytes(self.states_in_files)
+
+    def _rest_bytes(self, in_files: Collection[str]) -> int:
+        moving = {a.item for a in self.actions if a.kind in (Kind.OFFLOAD, Kind.PREFETCH) and a.item not in self.homes}
+        in_ram = {item.name for item in moving if item.kind is ItemKind.PARAMETER} | self.update_cpu_s.keys()
+        in_ram |= self.parameters_in_files
+        if any(tier.holds_frozen for tier in self.rates.tiers):
+            in_ram |= {i.name for i in self.item_bytes} - self.update_device_s.keys()
+        params = {item for item in self.item_bytes if item.kind is ItemKind.PARAMETER and item.name not in in_ram}
+        states = (self.states.get(name, ()) for name in self.update_device_s if name not in in_files)
+        kept = {item for own in states if moving.isdisjoint(own) for item in own}
+        return self.host_layout.used_bytes + sum(self.item_bytes[item] for item in params | kept)
 
     @cached_property
     def updated_from_files(self) -> frozenset[str]:

@@ -162,7 +162,10 @@ def summary(plan: Plan) -> Iterator[tuple[str, str | Text]]:
     yield "overhead", _overhead(step_s / endless_s - 1, format_seconds(endless_s))
     least = format_least_bytes(plan.least_budget_bytes)
     yield "GPU memory", f"{peak} at most, budget {budget}; the least budget that works is {least}"
-    yield "RAM", f"{format_least_bytes(plan.host_bytes)} of tensors"
+    rest_bytes = plan.schedule.rest_bytes
+    short = rest_bytes > plan.schedule.host_budget_bytes
+    more = f"; {format_least_bytes(rest_bytes)} when values are read or another plan runs" if short else ""
+    yield "RAM", f"{format_least_bytes(plan.host_bytes)} of tensors{more}"
     yield "moved", f"{format_bytes(into)} in and {format_bytes(out)} out per step"
     if plan.order_words:
         yield "order", plan.order_words

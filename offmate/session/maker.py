@@ -53,8 +53,9 @@ class Maker:
     State: `request`, with the budgets and files as they are now; `spare_bytes`, which plans of steps for several
     micro-batches leave to batches of other shapes; earlier plans; `_split`, the split of updates in the plans so far,
     and `_kept`, the part of it and of an earlier run's that later plans keep; the tensors that keep the pockets apart,
-    see `pockets`; `_warned`, whether kernels chosen by time were warned of; `_pins_late`, whether parameters are pinned
-    once a plan has sent some to files. Changed on the training thread only.
+    see `pockets`; `_warned`, whether kernels chosen by time were warned of; `_rest_warned`, whether too little RAM for
+    all values was; `_pins_late`, whether parameters are pinned once a plan has sent some to files. Changed on the
+    training thread only.
 
     Parameters
     ----------
@@ -87,7 +88,7 @@ class Maker:
         self._earlier: dict[str, Plan] = {}
         self._pockets: tuple[torch.Tensor, ...] = ()
         self._split = self._kept = Split()
-        self._warned, self._pins_late = False, False
+        self._warned, self._rest_warned, self._pins_late = False, False, False
 
     @property
     def split(self) -> Split:
@@ -362,6 +363,7 @@ class Maker:
         if call.trains:  # a forward alone streams what it can from files, and takes no RAM away from training
             self._files.settle(plan.schedule, self._truth, self._device)
             self._storage.check_room(plan.schedule)
+            self._warn_of_rest(plan)
         world = World(
             plan.schedule,
             prepared.binding,
@@ -372,6 +374,22 @@ class Maker:
         )
         executor = Executor(world, plan.fixed_bytes, self._clip(model) if call.trains else None)
         return Variant(prepared, executor, call.kind, world.shapes.own, place)
+
+    def _warn_of_rest(self, plan: Plan) -> None:
+        """Say once if RAM has to hold more than its budget whenever everything comes back from the device."""
+        rest_bytes, budget_bytes = plan.schedule.rest_bytes, self.request.host_budget_bytes
+        if self._rest_warned or rest_bytes <= budget_bytes:
+            return
+        self._rest_warned = True
+        remedy = "" if self.request.storage is not None else (
+            ", or name a folder on a drive with storage=, so that optimizer states go there"
+        )  # fmt: skip
+        log.warning(
+            "this plan trains with %s of RAM, but needs %s when values that stay on the GPU are copied back: for "
+            "sync(), state_dict() and checkpoints, and before another plan runs, as for an evaluation. That is more "
+            "than the %s of cpu_budget. Make sure that so much RAM is free%s",
+            format_bytes(plan.host_bytes), format_bytes(rest_bytes), format_bytes(budget_bytes), remedy,
+        )  # fmt: skip
 
     def _clip(self, model: torch.nn.Module) -> Clip | None:
         if self._max_grad_norm is None and not self.request.measures:

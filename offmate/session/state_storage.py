@@ -187,7 +187,6 @@ class StateStorage:
         return (
             f"what lies in files now takes {slower:.2f} times as long to read and write as the plan counts with: "
             f"{self._engine.folders[worst]} gives {rate} per second, and {planned} were planned. Steps that wait for "
-            "them are slower than predicted. Where that is more than a tenth of a step, it is planned again beside "
-            "training. So it is by offmate.compile if the program is started again and the rates are not named in "
-            "StoragePath"
+            "them are slower than predicted. Where that is more than a tenth of a step, the step is planned again "
+            "beside training. A program that is started again plans with the rates of then, if StoragePath names none"
         )

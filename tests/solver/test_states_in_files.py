@@ -112,11 +112,11 @@ def test_where_ram_suffices_the_schedule_is_the_one_without_a_drive(seed):
     found, without = plan(problem), plan(problem.with_states_in_ram)
     assert found.schedule is not None
     assert found.simulation is not None and without.simulation is not None
-    assert bool(found.schedule.states_in_files) is (seed in (1, 2))
-    if found.schedule.states_in_files:
+    assert bool(found.schedule.homes) is (seed in (1, 2))
+    if found.schedule.homes:
         assert found.simulation.step_s < without.simulation.step_s
     else:
-        assert replace(found.schedule, **problem.with_states_in_ram.machine) == without.schedule
+        assert replace(found.schedule, rates=problem.with_states_in_ram.rates) == without.schedule
 
 
 @pytest.mark.parametrize("seed", range(6))
