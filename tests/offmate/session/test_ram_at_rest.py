@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import offmate
+from offmate import arguments
 
 GPU = 60 << 20  # room for everything
 RAM = 20 << 20  # less than the states' 24 MiB and the parameters' 12
 
 
-def train(storage: Path | None, *, planned: bool = True, cpu_budget: int = RAM) -> tuple[Any, Any, list[float]]:
+def train(storage: Path | None, *, planned: bool = True, cpu_budget: int | None = RAM) -> tuple[Any, Any, list[float]]:
     """Train 12 layers of 512 for four steps with an evaluation in between; return model, optimizer and results."""
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))
@@ -76,3 +77,15 @@ def test_nothing_is_said_where_ram_holds_everything(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, "offmate"):
         train(None, cpu_budget=64 << 20)
     assert not [line for line in caplog.messages if "cpu_budget" in line]
+
+
+@pytest.mark.parametrize(("free", "says"), [(30 << 20, False), (20 << 20, True)])
+def test_what_is_free_is_beside_the_model_as_it_was_loaded(
+    free: int, says: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 MiB are enough for the states, 24, since the parameters, 12, were there before."""
+    monkeypatch.setattr(arguments, "default_host_budget_bytes", lambda: free)
+    with caplog.at_level(logging.WARNING, "offmate"):
+        train(None, cpu_budget=None)
+    said = [line for line in caplog.messages if "cpu_budget" in line]
+    assert bool(said) is says and all("beside the parameters, which are in RAM already" in line for line in said)
