@@ -36,7 +36,6 @@ _WITH: dict[str, tuple[Tier, ...]] = {
     "states": (_FILES.tier,),
     "states and parameters": (replace(_FILES, for_parameters=True).tier,),
 }
-_RAM_GIB = (96, 48, 24)
 _REPEATS = 3  # of the solve of one program, whose median counts
 
 
@@ -44,9 +43,10 @@ def main() -> None:
     """Plan every row, print the table, and write it if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--ram", type=int, nargs="*", default=(96, 48, 24), help="GiB of RAM, six rows each")
     arguments = parser.parse_args()
     rows = []
-    for row in _rows():
+    for row in _rows(arguments.ram):
         print(json.dumps(row), flush=True)  # a row takes a while
         rows.append(row)
     show("Seconds of the CPU, and those without files for the same RAM", rows, ".3g", width=150)
@@ -54,10 +54,10 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
-def _rows() -> Iterator[dict[str, Any]]:
+def _rows(sizes: list[int]) -> Iterator[dict[str, Any]]:
     plain = problem_of(load("rtx4090"), 1, 2048, _BUDGET_BYTES)
     for gate, problem in (("no", plain), ("yes", gated(plain, update_steps(plain.groups, _BUDGET_BYTES)))):
-        for ram_gib in _RAM_GIB:
+        for ram_gib in sizes:
             base: dict[str, float] = {}
             for files, tiers in _WITH.items():
                 tried = replace(problem, host_budget_bytes=ram_gib << 30, rates=replace(problem.rates, tiers=tiers))

@@ -22,8 +22,7 @@ from .solution import Solution, Status
 from .solve import fills_host, least_host_within_device, solve
 
 _WORTH_SHARING = 0.01  # of the host's budget; for less than that no second search is made
-_WORTH_STATES = 0.01  # of a step that the program must gain from optimizer states in files before they are tried
-_WORTH_FILES = 0.05  # the same, from parameters or values in files
+_WORTH_FILES = 0.05  # of a step that the program must gain from parameters or values in files before they are tried
 _WORTH_HANDING_ON = 0.01  # the same, from values that leave between neighbouring steps
 _WORTH_HOST_UPDATES = 0.02  # the same, from updates on the host of states in files
 # Host budgets that are tried for whole tensors, in those that fractions need.
@@ -66,9 +65,9 @@ def plan(
     the program is then solved again with smaller budgets. Where whole tensors cost time, passes look for a faster
     schedule (see refinements.py), and the fastest is taken. Where the host's memory limits copies and updates together,
     the schedule that is planned without this limit is taken if it is faster under it. Where the host's memory is full,
-    a second search lets what is there at different times share it. Optimizer states, trained parameters, activations
-    and interface values leave to files, the host updates states in files, parameters are cast from float32 copies, and
-    values leave between neighbouring steps, only where there is no plan without that, or a faster one with it.
+    a second search lets what is there at different times share it. Trained parameters, activations and interface values
+    leave to files, the host updates states in files, parameters are cast from float32 copies, and values leave between
+    neighbouring steps, only where there is no plan without that, or a faster one with it.
 
     Parameters
     ----------
@@ -103,7 +102,7 @@ def _in_files(
     """Plan, and let more leave to files where there is no plan without that, or a faster one with it."""
     states_only = problem.with_values_in_ram
     in_ram = states_only.with_host_updates_in_ram.without_casts
-    found = _with_states(in_ram.with_parameters_in_ram, limits, ladder, report)
+    found = _in_time(in_ram.with_parameters_in_ram, limits, ladder, report)
     ways = [in_ram] if problem.parameter_tiers else []
     if problem.host_update_tier is not None:
         ways += [states_only.with_parameters_in_ram, *([states_only] if problem.parameter_tiers else [])]
@@ -121,32 +120,6 @@ def _in_files(
             program_s = solved.solution.objective_s
             found = other if _seconds(other) < _seconds(found) else found
     return found
-
-
-def _with_states(
-    problem: Problem, limits: Limits, ladder: tuple[Refinement, ...], report: Callable[[Gain], None] | None
-) -> Planned:
-    """Plan, with optimizer states in files only where there is no plan without them there, or a faster one with it."""
-    in_memory = problem.with_states_in_ram
-    if in_memory == problem or not problem.memory_may_hold_states:
-        return _in_time(problem, limits, ladder, report)
-    found = _in_time(in_memory, limits, ladder, report)
-    if found.schedule is None:
-        return _in_time(problem, limits, ladder, report)
-    # A path that takes none of the rate of RAM's own can be of use before RAM is full.
-    useful = found.host_is_full or fills_host(problem, found.solution) or not _through_host(problem)
-    if useful:
-        best = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
-        if best.options and best.objective_s < (1 - _WORTH_STATES) * found.solution.objective_s:
-            other = _in_time(problem, limits, ladder, report)
-            found = other if _seconds(other) < _seconds(found) else found
-    assert found.schedule is not None
-    return replace(found, schedule=replace(found.schedule, rates=problem.rates))
-
-
-def _through_host(problem: Problem) -> bool:
-    """Return whether all that leaves to files takes the host's link as well."""
-    return all(tier.path.through_host for tier in problem.rates.tiers if tier.for_states)
 
 
 def _seconds(found: Planned) -> float:

@@ -186,18 +186,6 @@ class Problem(InPasses):
         return self.frozen_tiers if group.in_files else ()
 
     @property
-    def with_states_in_ram(self) -> Problem:
-        """The problem without the files that optimizer states leave to, and without their buffers in RAM."""
-        tiers = tuple(tier for tier in self.rates.tiers if not tier.for_states)
-        return replace(self, rates=replace(self.rates, tiers=tiers))
-
-    @property
-    def memory_may_hold_states(self) -> bool:
-        """Whether both budgets together have as many bytes as the optimizer states of all groups."""
-        states = sum(group.state_bytes for group in self.groups if group.trainable)
-        return states <= self.device_budget_bytes + self.host_budget_bytes
-
-    @property
     def with_parameters_in_ram(self) -> Problem:
         """The problem in which trained parameters leave to the host only."""
         tiers = tuple(replace(tier, for_parameters=False) for tier in self.rates.tiers)

@@ -26,7 +26,7 @@ from .random_problems import gated, in_rows, random_problem
 FILES = "drive"
 INTO, OUT = Path(FILES, 1.0, 1.0, 1.0).links
 BUFFERS = 64
-SEEDS = (2, 6, 10, 12)
+SEEDS = (2, 5, 7, 10)
 
 
 def trained(seed: int) -> Problem:
@@ -50,12 +50,8 @@ def with_drive(problem: Problem, slower: float = 4.0, capacity_bytes: int = 2**4
 def short_of_host(seed: int) -> Problem | None:
     """A problem with a drive, and RAM that is too little without it; None if there is no such RAM."""
     problem = trained(seed)
-    shared, alone = (least_host_within_device(replace(problem, host_in_time=shares)) for shares in (True, False))
-    beside = least_host_within_device(with_drive(problem))
-    if shared is None or alone is None or beside is None:
-        return None
-    without = min(shared, alone)
-    if beside >= 0.9 * without:
+    without, beside = (least_host_within_device(one) for one in (problem, with_drive(problem)))
+    if without is None or beside is None or beside >= 0.9 * without:
         return None
     tensor = max(t.param_bytes + t.grad_bytes + t.state_bytes for g in problem.groups for t in g.tensors)
     return replace(with_drive(problem), host_budget_bytes=min(int(0.95 * without), beside + 2 * tensor))
@@ -100,23 +96,6 @@ def test_a_drive_makes_up_for_ram(seed):
     problem, schedule = planned(seed)
     assert not solve(replace(problem, rates=replace(problem.rates, tiers=()))).options
     assert simulate(schedule).step_s <= 1.2 * solve(problem).objective_s
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_where_ram_suffices_the_schedule_is_the_one_without_a_drive(seed):
-    """Even if RAM is scarce: a drive that gains nothing changes no action, and one that is used makes a step faster."""
-    problem = with_drive(trained(seed), slower=1.0)
-    least = least_host_within_device(problem.with_states_in_ram)
-    assert least is not None
-    problem = replace(problem, host_budget_bytes=int(1.1 * least) + 4 * BUFFERS)
-    found, without = plan(problem), plan(problem.with_states_in_ram)
-    assert found.schedule is not None
-    assert found.simulation is not None and without.simulation is not None
-    assert bool(found.schedule.homes) is (seed in (1, 2))
-    if found.schedule.homes:
-        assert found.simulation.step_s < without.simulation.step_s
-    else:
-        assert replace(found.schedule, rates=problem.with_states_in_ram.rates) == without.schedule
 
 
 @pytest.mark.parametrize("seed", range(6))
