@@ -9,7 +9,6 @@ their states. "cast": those that the host updates in RAM may be there as float32
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,8 +24,7 @@ from offmate.lowering.state_files import StateFiles
 from offmate.machines.hardware import load
 
 from .desktop import GB, gated, problem_of
-from .overhead import machine
-from .tables import show
+from .tables import tell
 
 _BUDGET_BYTES = 22 * GB
 _DRIVE = StateFiles(7 * GB, 5 * GB, 12 * GB, 2000 * GB, 150 << 20, for_parameters=True)
@@ -38,13 +36,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ram", type=int, nargs="*", default=(24, 32, 48), help="GiB of RAM, one row each and gate")
     arguments = parser.parse_args()
-    rows = []
-    for row in _rows(arguments.ram):
-        print(json.dumps(row), flush=True)  # a row takes a while
-        rows.append(row)
-    show("A step of Llama-2-7B with states on a drive, predicted", rows, ".3g", width=170)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    tell("A step of Llama-2-7B with states on a drive, predicted", _rows(arguments.ram), arguments.json, width=170)
 
 
 def _rows(sizes: list[int]) -> Iterator[dict[str, Any]]:

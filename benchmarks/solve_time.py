@@ -9,7 +9,6 @@ is the larger one. "whole plan" is all that `offmate.solver.plan.plan` does, wit
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +25,7 @@ from offmate.lowering.state_files import StateFiles
 from offmate.machines.hardware import load
 
 from .desktop import GB, gated, problem_of
-from .overhead import machine
-from .tables import show
+from .tables import tell
 
 _BUDGET_BYTES = 22 * GB
 _FILES = StateFiles(7 * GB, 5 * GB, 12 * GB, 2000 * GB, 150 << 20)
@@ -45,13 +43,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ram", type=int, nargs="*", default=(96, 48, 24), help="GiB of RAM, six rows each")
     arguments = parser.parse_args()
-    rows = []
-    for row in _rows(arguments.ram):
-        print(json.dumps(row), flush=True)  # a row takes a while
-        rows.append(row)
-    show("Seconds of the CPU, and those without files for the same RAM", rows, ".3g", width=150)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    tell("Seconds of the CPU, and in those without files", _rows(arguments.ram), arguments.json, width=150)
 
 
 def _rows(sizes: list[int]) -> Iterator[dict[str, Any]]:

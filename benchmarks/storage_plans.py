@@ -11,7 +11,6 @@ keeps there, as if nothing else took time. Each row takes one or two minutes.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,8 +24,7 @@ from offmate.lowering.state_files import StateFiles
 from offmate.machines.hardware import load
 
 from .desktop import GB, gated, problem_of
-from .overhead import machine
-from .tables import show
+from .tables import tell
 
 _BUDGET_BYTES = 22 * GB
 _BUFFERS_BYTES = 150 << 20
@@ -44,13 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = []
-    for row in _rows():
-        print(json.dumps(row), flush=True)  # a row takes a while
-        rows.append(row)
-    show("A step with states on a drive, predicted", rows, ".3g", width=170)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    tell("A step with states on a drive, predicted", _rows(), arguments.json, width=170)
 
 
 def _rows() -> Iterator[dict[str, Any]]:

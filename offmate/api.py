@@ -80,7 +80,7 @@ def compile(
         the CPU then makes all its updates, which takes longer. Needs optimizer=; without one, gradients add up in
         `.grad` as usual.
     device: "cuda", "cuda:1" or "emulated"; None takes a GPU if there is one.
-    cpu_budget: bytes of RAM that training needs; None or "auto" takes what is available to this process, less a margin.
+    cpu_budget: the most bytes of RAM for training; None or "auto" takes what is available, less a margin.
     storage: folders that optimizer states and activations may leave to where RAM has no room for them, each on a disk
         of its own (an NVMe drive, say). `offmate.StoragePath` names one whose rates are known; others are measured now.
         Needs optimizer=.

@@ -128,10 +128,10 @@ class Schedule(InPasses):
     def states_in_files(self) -> frozenset[str]:
         """The tensors whose optimizer states have their homes in files, and not in RAM.
 
-        As soon as any state has its home on a tier for states, RAM is short. So it is if there is such a tier, and RAM
-        has no room for what is on the device and comes back before another plan runs. So all states have their homes
-        there but those that the host updates in RAM and those of which everything leaves to RAM. Of the others, RAM has
-        only the pieces that leave to it, while they are away.
+        RAM is short as soon as any state has its home on a tier for states. With such a tier, it is also short if it
+        cannot hold everything that comes back from the device before another plan runs. All states then have their
+        homes there but those that the host updates in RAM and those of which everything leaves to RAM. Of the others,
+        RAM has only the pieces that leave to it, while they are away.
         """
         files = {tier.name for tier in self.rates.tiers if tier.for_states}
         leaving = {action.item for action in self.actions if action.kind is Kind.OFFLOAD}

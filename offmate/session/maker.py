@@ -40,6 +40,7 @@ from ..split import Split
 from .checkpoint_files import CheckpointFiles
 from .failures import out_of_memory
 from .host_state import Truth
+from .ram_at_rest import short_of_ram
 from .state_storage import StateStorage
 from .user_code import UserCode
 from .variants import Call, Unfit, Variant
@@ -376,25 +377,11 @@ class Maker:
         return Variant(prepared, executor, call.kind, world.shapes.own, place)
 
     def _warn_of_rest(self, plan: Plan) -> None:
-        """Say once if RAM has to hold more than its budget whenever everything comes back from the device."""
-        rest_bytes, budget_bytes, beside = plan.schedule.rest_bytes, self.request.host_budget_bytes, ""
-        if self.request.automatic_host:  # it stands for what was free beside the model
-            host = self._truth.host
-            own = {name for name in host.params if name not in host.files and not host.stores(name)}
-            rest_bytes -= sum(host.params[name].nbytes for name in own - plan.schedule.parameters_in_files)
-            beside = " beside the parameters, which are in RAM already,"
-        if self._rest_warned or rest_bytes <= budget_bytes:
-            return
-        self._rest_warned = True
-        remedy = "" if self.request.storage is not None else (
-            ", or name a folder on a drive with storage=, so that optimizer states go there"
-        )  # fmt: skip
-        log.warning(
-            "this plan trains with %s of RAM, but needs %s%s when values that stay on the GPU are copied back: for "
-            "sync(), state_dict() and checkpoints, and before another plan runs, as for an evaluation. That is more "
-            "than the %s of cpu_budget. Make sure that so much RAM is free%s",
-            format_bytes(plan.host_bytes), format_bytes(rest_bytes), beside, format_bytes(budget_bytes), remedy,
-        )  # fmt: skip
+        """Say once if RAM has no room for everything that comes back from the device."""
+        words = "" if self._rest_warned else short_of_ram(plan, self.request, self._truth.host)
+        if words:
+            self._rest_warned = True
+            log.warning("%s", words)
 
     def _clip(self, model: torch.nn.Module) -> Clip | None:
         if self._max_grad_norm is None and not self.request.measures:

@@ -188,5 +188,5 @@ class StateStorage:
             f"what lies in files now takes {slower:.2f} times as long to read and write as the plan counts with: "
             f"{self._engine.folders[worst]} gives {rate} per second, and {planned} were planned. Steps that wait for "
             "them are slower than predicted. Where that is more than a tenth of a step, the step is planned again "
-            "beside training. A program that is started again plans with the rates of then, if StoragePath names none"
+            "beside training. Started again, a program measures the rates anew unless StoragePath names them"
         )

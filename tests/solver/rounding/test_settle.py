@@ -85,6 +85,15 @@ def test_what_does_not_fit_in_whole_parts_is_left() -> None:
     assert next(settle(Resolver(problem, solution))).groups["w"].cpu_part == pytest.approx(1.0)
 
 
+def test_the_same_parts_are_solved_once() -> None:
+    problem = random_problem(random.Random(2))
+    problem = replace(problem, device_budget_bytes=int(1.5 * least_budget(problem).bytes))
+    resolver = Resolver(problem, solve(problem))
+    first, second = (list(settle(resolver)) for _ in range(2))
+    assert first and len(first) == len(second)
+    assert all(one is other for one, other in zip(first, second))
+
+
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0))
 def test_settled_plans_are_valid_and_not_slower(seed: int, roomy: float) -> None:
     problem = random_problem(random.Random(seed), tensors=3)
