@@ -99,6 +99,19 @@ def make_likely_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
+def make_even_tokenizer(*, words: bool) -> PreTrainedTokenizerFast:
+    """A tokenizer of likelihoods to which "*" and "**" are equally likely in either order.
+
+    Parameters
+    ----------
+    words: whether it takes a text apart at blanks first, as T5's and XLM-R's, or as one word.
+    """
+    scores = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -2.1), ("*", -3.3), ("**", -5.17), ("b", -1.7), ("c", -2.9)]
+    tokenizer = Tokenizer(models.Unigram(scores, 0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=words)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
 def make_lower_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer as BERT's, of words in lower case, with special tokens on both sides."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,14 @@ from offmate.finetune.packing import Batches, write_tokens
 from offmate.finetune.preview import Work
 from offmate.finetune.settings import make_settings
 
-from .finetune_kit import TEXT, make_blank_tokenizer, make_likely_tokenizer, make_lower_tokenizer, make_tokenizer
+from .finetune_kit import (
+    TEXT,
+    make_blank_tokenizer,
+    make_even_tokenizer,
+    make_likely_tokenizer,
+    make_lower_tokenizer,
+    make_tokenizer,
+)
 
 TOKENIZERS = {
     "words": make_tokenizer,
@@ -49,6 +57,17 @@ def test_a_file_has_the_tokens_of_its_whole_text(tmp_path, short_pieces, name, t
 @pytest.mark.parametrize("text", ["a" * 30_000, " " * 30_000, "ab" * 15_000 + TEXT[:9_000] + "b" * 9_001])
 def test_where_windows_do_not_agree_they_grow(text):
     tokenizer = make_blank_tokenizer()
+    parts = (text[begin : begin + OVERLAP + 1] for begin in range(0, len(text), OVERLAP + 1))
+    found = [i for ids in tokens_in_windows(parts, tokenizer) for i in ids]
+    assert found == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("words", [True, False])
+@pytest.mark.parametrize("blanks", [1, 30])
+def test_equally_likely_tokens_are_chosen_as_in_the_whole_text(words, blanks):
+    draw, tokenizer = random.Random(0), make_even_tokenizer(words=words)
+    pieces = ["***", "c", "*****", *["b ", "bc "] * blanks]
+    text = "".join(draw.choice(pieces) for _ in range(12_000))
     parts = (text[begin : begin + OVERLAP + 1] for begin in range(0, len(text), OVERLAP + 1))
     found = [i for ids in tokens_in_windows(parts, tokenizer) for i in ids]
     assert found == tokenizer(text, add_special_tokens=False)["input_ids"]
