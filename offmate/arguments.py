@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from .lowering.inductor import check_inductor
 from .machines.allocator import check_allocator
 from .machines.devices import accelerator, check_budget, default_budget_bytes, device_kind
 from .machines.host_memory import default_host_budget_bytes
+from .machines.mapped_files import held_bytes
 from .optim.probe import check_optimizer
 from .optim.updater import parameter_names
 from .planning.request import Request
@@ -75,7 +77,7 @@ def what_is_asked(
     _check_speculation(config, scaler, optimizer, max_grad_norm)
     check_model(model)
     request = replace(
-        request_of(gpu_budget, cpu_budget, device, config, plan),
+        request_of(gpu_budget, cpu_budget, device, config, plan, _tensors_of(model, optimizer)),
         micro_batches=steps,
         clips=max_grad_norm is not None,
         measures=_measures(config, max_grad_norm, optimizer),
@@ -97,13 +99,29 @@ def checked(config: Config | None) -> Config:
 
 
 def request_of(
-    gpu_budget: int | str, cpu_budget: int | str | None, device: Any, config: Config, plan: Plan | None = None
+    gpu_budget: int | str,
+    cpu_budget: int | str | None,
+    device: Any,
+    config: Config,
+    plan: Plan | None = None,
+    held: Iterable[torch.Tensor] = (),
 ) -> Request:
-    """Return the request with these budgets, where "auto" is what this machine has. Raises: OffmateError."""
+    """Return the request with these budgets, where "auto" is what this machine has.
+
+    Parameters
+    ----------
+    held: tensors of the model and its optimizer. Plans count them, so that the RAM that they take already is not free
+        but belongs to the budget. The others: as in `offmate.compile`.
+
+    Raises: OffmateError.
+    """
     kind = device_kind(device)
     check_allocator(accelerator(kind))
     automatic_host = cpu_budget is None or is_auto(cpu_budget)
-    host = default_host_budget_bytes() if automatic_host else parse_budget(cpu_budget, "cpu_budget")  # type: ignore[arg-type]
+    if automatic_host:
+        host = default_host_budget_bytes() + held_bytes(held)
+    else:
+        host = parse_budget(cpu_budget, "cpu_budget")  # type: ignore[arg-type]
     automatic = is_auto(gpu_budget) and plan is None
     if automatic:
         budget = default_budget_bytes(kind)
@@ -113,6 +131,14 @@ def request_of(
         budget = parse_budget(gpu_budget, "gpu_budget")
     check_budget(kind, budget)
     return Request(budget, host, kind, config, automatic=automatic, automatic_host=automatic_host)
+
+
+def _tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of a model, and the states of its optimizer."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for state in optimizer.state.values() if optimizer is not None else ():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def is_auto(budget: object) -> bool:

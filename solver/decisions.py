@@ -72,8 +72,9 @@ class TensorPlan:
     states: the pieces of its optimizer state that leave and return, first rows first (device part).
     states_from: the tier that has its optimizer state, which the host updates piece by piece (CPU part); None for the
         host's own memory.
-    source: the tier that it comes from after it was released, which gets its new values, too; or that of float32 copies
-        which the host's updates leave in RAM (CPU part).
+    source: the tier that it comes from after it was released, which gets its new values, too, or that has them when
+        somebody reads them, if it is always on the device; or that of float32 copies which the host's updates leave in
+        RAM (CPU part).
     """
 
     name: str
@@ -97,11 +98,6 @@ class TensorPlan:
     def leaves(self) -> bool:
         """Return whether the tensor is away between some of its uses."""
         return any(gap.back is not None for gap in self.gaps)
-
-    @property
-    def hosted(self) -> bool:
-        """Return whether the host holds a copy of the tensor's values."""
-        return self.source == HOST and (self.cpu or self.has_copy)
 
     @property
     def may_be_cast(self) -> bool:

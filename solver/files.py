@@ -35,7 +35,7 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
         fields["rates"] = record.rates.to_dict()
         if record.per_step == 1:
             del fields["per_step"]
-        for absent in ("host_in_time", "last_per_step", "speculates"):
+        for absent in ("host_in_time", "last_per_step", "speculates", "host_fixed_bytes"):
             if not fields[absent]:
                 del fields[absent]
         if record.hands_on:

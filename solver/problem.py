@@ -67,6 +67,7 @@ class Problem(InPasses):
     speculates: whether updates on the host may start before the gate, as soon as their gradients are there, and keep a
         log of the old values that undoes them; their gradients stay on the host until the gate opens. Needs a gate.
     hands_on: whether values and their gradients may be away between neighbouring steps (see handed.py).
+    host_fixed_bytes: bytes in host memory that no decision changes, such as those of buffers.
     """
 
     blocks: tuple[Block, ...]
@@ -90,6 +91,7 @@ class Problem(InPasses):
     last_per_step: int = 0
     speculates: bool = False
     hands_on: bool = True
+    host_fixed_bytes: int = 0
 
     def __post_init__(self) -> None:
         check(self)

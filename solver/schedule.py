@@ -71,7 +71,8 @@ class Schedule(InPasses):
     computes: specification of every compute action by name.
     update_cpu_s, update_device_s: seconds per tensor for the tensors updated there.
     homes: by item, the tier that it leaves to, if that is not the host. A frozen parameter with such a home comes from
-        there, and never leaves to it. A trained one is updated by the device, or cast from its float32 copy in RAM. The
+        there, and never leaves to it. A trained one is updated by the device, or cast from its float32 copy in RAM. If
+        it is always on the device, it is written there when somebody reads it. The
         state of a tensor that the host updates has one if it lies in files: its pieces are read for the update, one
         after another, and written back.
     log_cpu_s: seconds per tensor that an update on the host takes longer if it keeps a log of the old values; empty if
@@ -148,21 +149,15 @@ class Schedule(InPasses):
     def rest_bytes(self) -> int:
         """Bytes of RAM once all parameters and optimizer states have come back to it from the device.
 
-        They do before another plan runs, and when somebody reads them. Frozen parameters do not count where some come
-        from files.
+        They do before another plan runs, and when somebody reads them.
         """
         return self._rest_bytes(self.states_in_files)
 
     def _rest_bytes(self, in_files: Collection[str]) -> int:
-        moving = {a.item for a in self.actions if a.kind in (Kind.OFFLOAD, Kind.PREFETCH) and a.item not in self.homes}
-        in_ram = {item.name for item in moving if item.kind is ItemKind.PARAMETER} | self.update_cpu_s.keys()
-        in_ram |= self.parameters_in_files
-        if any(tier.holds_frozen for tier in self.rates.tiers):
-            in_ram |= {i.name for i in self.item_bytes} - self.update_device_s.keys()
-        params = {item for item in self.item_bytes if item.kind is ItemKind.PARAMETER and item.name not in in_ram}
+        to_ram = {a.item for a in self.actions if a.kind is Kind.OFFLOAD and a.item not in self.homes}
         states = (self.states.get(name, ()) for name in self.update_device_s if name not in in_files)
-        kept = {item for own in states if moving.isdisjoint(own) for item in own}
-        return self.host_layout.used_bytes + sum(self.item_bytes[item] for item in params | kept)
+        kept = {item for own in states if to_ram.isdisjoint(own) for item in own}
+        return self.host_layout.used_bytes + sum(self.item_bytes[item] for item in kept)
 
     @cached_property
     def updated_from_files(self) -> frozenset[str]:
@@ -198,26 +193,15 @@ class Schedule(InPasses):
 
     @cached_property
     def trained_homes(self) -> frozenset[Item]:
-        """The trained parameters that leave to a tier other than the host."""
+        """The trained parameters that have their homes on a tier other than the host."""
         of_frozen = {tier.name for tier in self.rates.tiers if not tier.for_parameters}
         found = (item for item, home in self.homes.items() if home not in of_frozen)
         return frozenset(item for item in found if item.kind is ItemKind.PARAMETER)
 
     @cached_property
     def parameters_in_files(self) -> frozenset[str]:
-        """The trained parameters that have their homes in files, and not in RAM.
-
-        As soon as any of them leaves to files, RAM is short. So all have their homes there but those that leave to RAM
-        and those that the host updates there. One that is always on the device is written when somebody reads it.
-        """
-        if not self.trained_homes:
-            return self.cast_parameters
-        moving = (Kind.OFFLOAD, Kind.PREFETCH)
-        to_ram = {a.item for a in self.actions if a.kind in moving and a.item not in self.homes}
-        by_host = items_named(self.trained_homes, ItemKind.PARAMETER) & self.update_cpu_s.keys()
-        return (
-            frozenset(self.update_device_s) - items_named(to_ram, ItemKind.PARAMETER) | by_host | self.cast_parameters
-        )
+        """The trained parameters that have their homes in files, and not in RAM."""
+        return frozenset(items_named(self.trained_homes, ItemKind.PARAMETER)) | self.cast_parameters
 
     @cached_property
     def cast_parameters(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ _CHECKED = (OVERLAP // 4, 3 * OVERLAP // 4)
 
 @dataclass(frozen=True)
 class _Window:
-    """A part of the text with its tokens, the characters that each covers, and whether the text may be cut before it."""
+    """A part of the text with its tokens, the characters of each, and whether the text may be cut before it."""
 
     text: str
     ids: list[int]

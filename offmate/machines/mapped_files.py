@@ -75,6 +75,18 @@ def is_unchanged(tensor: torch.Tensor, own: MappedBytes) -> bool:
     return mapped_bytes({"": tensor}) == {"": own}
 
 
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors on the CPU that lie in memory of the process itself, and not in that of mapped files.
+
+    Pages of mapped files are free memory to the system, which can drop them at once.
+    """
+    own = {str(id(tensor)): tensor for tensor in tensors if tensor.device.type == "cpu"}
+    flats = {name: flat_bytes(tensor.detach()) for name, tensor in own.items() if _is_plain(tensor)}
+    dense = {name: flat for name, flat in flats.items() if flat is not None}
+    mapped = _around(dense, _mappings(_ADDRESSES)) if dense else {}
+    return sum(tensor.nbytes for name, tensor in own.items() if name not in mapped)
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values are those of its memory, on the CPU, as they lie there."""
     kind = type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..progress import Progress
 from ..solver.scheduling.forward_only import stream_schedule
 from .refusal import stream_refusal
 from .request import Prepared, Request
-from .subject import fixed_bytes
+from .subject import fixed_bytes, host_fixed_bytes
 
 
 def make_stream(
@@ -88,4 +89,5 @@ def _lowered(
         host_budget_bytes=request.host_budget_bytes,
         turn_around_steps=2,
     )
-    return lowered, fixed
+    held = host_fixed_bytes(model, traced.captured, lowered.problem, request.files)
+    return replace(lowered, problem=replace(lowered.problem, host_fixed_bytes=held)), fixed

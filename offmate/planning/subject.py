@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..capture.model import Traced, in_low_precision
 from ..capture.spec import LowPrecision
 from ..config import Config
 from ..errors import InfeasibleBudget, PlanFileError
+from ..lowering.frozen_files import FrozenFiles
 from ..lowering.options import BlockClass, stored_options
 from ..lowering.problem import Lowered, Lowering, Trainable
 from ..lowering.state_files import StateFiles
@@ -223,7 +224,9 @@ def lower(
             speculates=request.speculates,
             gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if looks else 0.0,
         )
-        return replace(lowered, problem=_together(lowered.problem, traced, request))
+        held = host_fixed_bytes(subject.model, captured, lowered.problem, files)
+        problem = replace(lowered.problem, host_fixed_bytes=held)
+        return replace(lowered, problem=_together(problem, traced, request))
 
     if states_need_files(sizes, updates, request.host_budget_bytes):
         return lowered_with(request.storage), fixed
@@ -253,9 +256,30 @@ def _looks_s(request: Request, cost: UpdateCost) -> tuple[float, float]:
 def fixed_bytes(model: torch.nn.Module, captured: Captured, updates: dict[str, UpdateCost]) -> int:
     """Count the bytes of buffers, constants and optimizer scalars, which are on the device all the time."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    tensors = [buffers[name] for name in captured.buffers.values()] + list(captured.constants.values())
-    storages = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values()) + sum(c.scalar_bytes for c in updates.values())
+    used = (buffers[name] for name in captured.buffers.values())
+    return _stored_bytes([*used, *captured.constants.values()]) + sum(c.scalar_bytes for c in updates.values())
+
+
+def host_fixed_bytes(
+    model: torch.nn.Module, captured: Captured, problem: Problem, files: FrozenFiles | None = None
+) -> int:
+    """Count the bytes of a model in RAM that no decision changes: buffers, constants, parameters that no block uses.
+
+    Parameters
+    ----------
+    files: those of frozen parameters, which are not in RAM as long as no block uses them.
+    """
+    params = dict(model.named_parameters(remove_duplicate=False))
+    used = {id(params[tensor.name]) for group in problem.groups for tensor in group.tensors}
+    in_files = files.names if files is not None else ()
+    unused = {id(p): p.nbytes for name, p in params.items() if id(p) not in used and name not in in_files}
+    return _stored_bytes([*model.buffers(), *captured.constants.values()]) + sum(unused.values())
+
+
+def _stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the memory that some tensors have, which several may share."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 
 
 def with_steps(subject: Subject, problem: Problem) -> Subject:

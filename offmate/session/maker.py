@@ -378,7 +378,7 @@ class Maker:
 
     def _warn_of_rest(self, plan: Plan) -> None:
         """Say once if RAM has no room for everything that comes back from the device."""
-        words = "" if self._rest_warned else short_of_ram(plan, self.request, self._truth.host)
+        words = "" if self._rest_warned else short_of_ram(plan, self.request)
         if words:
             self._rest_warned = True
             log.warning("%s", words)

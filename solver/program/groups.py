@@ -31,11 +31,12 @@ def add_group(problem: Problem, group: Group, builder: Builder, account: Account
 
 
 def _frozen(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
+    tiers = problem.sources(group)
     hosted = builder.column(f"h[{group.name}]")
-    account.keep(group.param_bytes, hosted)
+    account.keep(group.param_bytes, hosted if tiers else WHOLE)  # what stays on the device is in RAM as well
     gaps = (*span.between, Stay(span.end, span.first))
     sources = [Source(problem.rates.host, hosted)]
-    for tier in problem.sources(group):  # each whole tensor has one source, so that a group's parts do not overlap
+    for tier in tiers:  # each whole tensor has one source, so that a group's parts do not overlap
         sources.append(Source(tier.path, builder.column(f"h[{group.name}{mark(tier.path)}]")))
     if len(sources) > 1:
         parts = ((1.0, source.part) for source in sources)
@@ -87,8 +88,12 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     from_host = add((1.0, by_host.in_ram), (1.0, to_host.part))
     copies = ((1.0, one.part) for one in others)  # each whole tensor has one place off the device
     builder.at_most_zero(f"host copy[{name}]", add((1.0, x), (1.0, to_host.part), *copies, (-1.0, WHOLE)))
-    account.keep(group.param_bytes, from_host)
     rest = add((1.0, WHOLE), (-1.0, x))
+    # What is always on the device has its home in files, too, where parameters can be there at all.
+    account.keep(group.param_bytes, from_host if others else WHOLE)
+    if others:
+        away = ((-1.0, one.part) for one in departures)
+        account.keep(group.param_bytes, add((1.0, rest), *away), others[0].path.tier)
     account.spend(Resource.COMPUTE, span.end, group.norm_s, WHOLE)
     account.spend(Resource.COMPUTE, updated, group.device_update_s, rest)
     account.hold_over(idle[1:], group.param_bytes, rest)

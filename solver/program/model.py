@@ -271,8 +271,8 @@ def _tier_rows(problem: Problem, builder: Builder, account: Account, goal: Goal,
 
 
 def _keep_buffers(problem: Problem, builder: Builder, account: Account) -> None:
-    """Count what passes the host's memory: all the time, or as far as anything passes there."""
-    account.keep(problem.arrival_bytes + problem.buffers_bytes, {ONE: 1.0})
+    """Count what is in the host's memory or passes it: all the time, or as far as anything passes there."""
+    account.keep(problem.host_fixed_bytes + problem.arrival_bytes + problem.buffers_bytes, {ONE: 1.0})
     if problem.ring_bytes:
         account.ring = builder.column("Ring")
         account.keep(problem.ring_bytes, account.ring)

@@ -26,6 +26,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
     Returns: the schedule. With an external update it starts after the user's update, otherwise with the forward.
     Source: design of the schedule; OffMate, section 4 (the operations of a step).
     """
+    decisions = with_homes(problem, decisions)
     sizes = item_sizes(problem, decisions)
     emitter = Emitter(problem, sizes)
     _emit_computes(emitter)
@@ -119,7 +120,7 @@ def _emit_value(emitter: Emitter, value: Value, start: int, decisions: Decisions
 
 def _emit_tensor(emitter: Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
     param = items.parameter(plan.name)
-    if (plan.cpu or plan.has_copy) and plan.source != HOST:
+    if plan.source != HOST and (group.trainable or plan.has_copy):
         emitter.homes[param] = plan.source
     for gap in plan.gaps:
         if gap.back is not None:
@@ -233,13 +234,37 @@ def _logs(problem: Problem, plans: dict[str, TensorPlan]) -> dict[str, float]:
     return {name: whole[name] if plans[name].states_from is None else of_params[name] for name in whole}
 
 
+def with_homes(problem: Problem, decisions: Decisions) -> Decisions:
+    """Return decisions in which parameters that are always on the device come from files where RAM is short.
+
+    It is if others leave to files, or if it has no room for them. Nothing is read or written for them while a model
+    trains. Their homes have the values for whoever reads them.
+    """
+    tiers = {tier.name for tier in problem.parameter_tiers}
+    trained = {group.name for group in problem.groups if group.trainable}
+    plans = [plan for plan in decisions.tensors if plan.group in trained]
+    staying = {plan.name for plan in plans if plan.source == HOST and not (plan.cpu or plan.has_copy)}
+    if not tiers or not staying:
+        return decisions
+    others = all(plan.source not in tiers for plan in plans)
+    if others and _host_bytes(problem, decisions) <= problem.host_budget_bytes:
+        return decisions
+    home = problem.parameter_tiers[0].name
+    tensors = (replace(plan, source=home) if plan.name in staying else plan for plan in decisions.tensors)
+    return replace(decisions, tensors=tuple(tensors))
+
+
 def host_bytes(problem: Problem, decisions: Decisions) -> int:
     """Return the bytes in host memory that decisions need if everything there has memory of its own."""
+    return _host_bytes(problem, with_homes(problem, decisions))
+
+
+def _host_bytes(problem: Problem, decisions: Decisions) -> int:
     plans = {plan.name: plan for plan in decisions.tensors}
     tiers = _tiers_of_states(decisions)
     in_pieces = any(tier.for_states and tier.name in tiers for tier in problem.rates.tiers)
     trained = [(group, tensor, plans[tensor.name]) for group in problem.groups for tensor in group.tensors]
-    total = sum(_host_bytes_of(tensor, plan, in_pieces) for _, tensor, plan in trained)
+    total = sum(_host_bytes_of(problem, group, tensor, plan, in_pieces) for group, tensor, plan in trained)
     total += sum(_log_bytes_of(problem, group, tensor, plan) for group, tensor, plan in trained)
     for block, o, stay in zip(problem.blocks, decisions.options, decisions.activations):
         total += block.options[o].offloaded_bytes if stay is None or stay.tier == HOST else 0
@@ -257,7 +282,7 @@ def host_bytes(problem: Problem, decisions: Decisions) -> int:
     total += sum(v.bytes for v in problem.values if v.name in on_host)
     for hand, numbers in decisions.handed.items():
         total += 0 if hand.of_leaving else numbers.get(HOST, 0) * hand.bytes // most_away(problem)
-    return total + problem.arrival_bytes
+    return total + problem.arrival_bytes + problem.host_fixed_bytes
 
 
 def _tiers_of_states(decisions: Decisions) -> set[str]:
@@ -265,7 +290,7 @@ def _tiers_of_states(decisions: Decisions) -> set[str]:
     return leaving | {plan.states_from for plan in decisions.tensors if plan.states_from is not None}
 
 
-def _host_bytes_of(tensor: TensorSize, plan: TensorPlan, in_pieces: bool) -> int:
+def _host_bytes_of(problem: Problem, group: Group, tensor: TensorSize, plan: TensorPlan, in_pieces: bool) -> int:
     """Return a tensor's bytes on the host.
 
     Parameters
@@ -273,13 +298,15 @@ def _host_bytes_of(tensor: TensorSize, plan: TensorPlan, in_pieces: bool) -> int
     in_pieces: whether states have their homes in files, so that RAM has only the pieces that leave to it. Otherwise it
         reserves the whole state for any piece, which leaves to its place in it.
     """
+    # What stays on the device is in RAM as well, or in the files that it was read from.
+    hosted = plan.source == HOST and (group.trainable or plan.has_copy or not problem.sources(group))
+    param_bytes = tensor.param_bytes * hosted
     if plan.cpu:
-        state_bytes = tensor.state_bytes * (plan.states_from is None)
-        return tensor.param_bytes * plan.hosted + tensor.grad_bytes + state_bytes
+        return param_bytes + tensor.grad_bytes + tensor.state_bytes * (plan.states_from is None)
     to_ram = [tensor.piece_bytes(stay.rows) for stay in plan.states if stay.tier == HOST]
     states = sum(to_ram) if in_pieces else tensor.state_bytes * bool(to_ram)
     gradient_leaves = plan.grad_back is not None or plan.lead_out is not None
-    return tensor.param_bytes * plan.hosted + tensor.grad_bytes * gradient_leaves + states
+    return param_bytes + tensor.grad_bytes * gradient_leaves + states
 
 
 def _log_bytes_of(problem: Problem, group: Group, tensor: TensorSize, plan: TensorPlan) -> int:

@@ -70,7 +70,7 @@ def _stream(problem: Problem, ahead: int) -> Schedule:
         computes=_computes(problem, params, sizes),
         update_cpu_s={},
         update_device_s={},
-        host_bytes=hosted + (problem.buffers_bytes if homes else 0),
+        host_bytes=hosted + problem.host_fixed_bytes + (problem.buffers_bytes if homes else 0),
         homes=homes,
         forward=tuple(actions),
         **problem.machine,

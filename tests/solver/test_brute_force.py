@@ -149,6 +149,7 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
     if rng.random() < 0.4:
         for step in idle[1:]:
             count.memory[step] += group.param_bytes
+        count.keep(0 if problem.parameter_tiers else group.param_bytes)
         return False
     out = rng.randint(idle.index(updated), last)
     stored = bool(problem.parameter_tiers) and rng.random() < 0.6
@@ -245,7 +246,7 @@ def count_group(problem: Problem, group: Group, rng: random.Random, count: Count
             count.memory[step] -= group.param_bytes
     if not group.trainable:
         gaps.append((points[-1] + problem.passes[-1], points[0], (0,)))
-        count.keep(group.param_bytes * bool(on_host))
+        count.keep(0 if problem.sources(group) and not on_host else group.param_bytes)
     for after, before, starts in gaps:
         between = cycle(after, before - 1, problem.n_steps)[1:] if starts else []
         returns = between and on_host and after + 1 not in unread

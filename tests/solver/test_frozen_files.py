@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offmate.solver.decisions import TensorPlan
 from offmate.solver.files import load_problem, save
 from offmate.solver.items import ItemKind
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem
-from offmate.solver.resources import HOST, Path, Rates, Resource, Tier
+from offmate.solver.resources import Path, Rates, Resource, Tier
 from offmate.solver.schedule import Kind, Schedule
 from offmate.solver.scheduling.validate import ScheduleError, validate
 from offmate.solver.simulate import simulate
@@ -127,11 +126,6 @@ def test_a_trained_parameter_never_comes_from_files():
             validate(replace(schedule, rates=replace(schedule.rates, tiers=(written,))))
         return
     pytest.fail("no problem reads files")
-
-
-def test_where_a_tensor_comes_from():
-    assert TensorPlan("w", "g").source == HOST
-    assert not TensorPlan("w", "g", source=FILES).hosted
 
 
 def test_files_and_old_problems(tmp_path):

@@ -18,7 +18,7 @@ from offmate.solver.text import from_dict, to_dict
 
 from .test_states_in_files import FILES, INTO, OUT, trained, with_drive
 
-SEEDS = (5, 6, 10)
+SEEDS = (5, 0, 10)
 
 
 def for_parameters(problem: Problem, capacity_bytes: int = 2**40) -> Problem:
@@ -67,8 +67,11 @@ def test_every_read_follows_its_write_around_the_cycle(seed):
     order = {id(action): i for i, action in enumerate(found.actions)}
     for item in found.trained_homes:
         written = [span for span in spans if span.action.name == item and span.resource == OUT]
-        assert len(written) == 1
         reads = [span for span in spans if span.action.name == item and span.resource == INTO]
+        if not written and not reads:  # always on the device
+            assert item in found.resident
+            continue
+        assert len(written) == 1
         after = [span for span in reads if order[id(span.action)] > order[id(written[0].action)]]
         assert all(span.start_s >= written[0].end_s for span in after)
         assert reads or item in found.resident

@@ -41,8 +41,9 @@ def planned(micro: int) -> tuple[Problem, Schedule]:
     """A problem that has no plan unless values are in files, and its plan."""
     problem = long_sequences(micro)
     in_ram, in_files = (least_host_within_device(one) for one in (problem.with_values_in_ram, problem))
-    assert in_ram is not None and in_files is not None and in_files < 0.1 * in_ram
-    problem = replace(problem, host_budget_bytes=in_ram // 2)
+    params = sum(group.param_bytes for group in problem.groups)
+    assert in_ram is not None and in_files is not None and in_files - params < 0.1 * (in_ram - params)
+    problem = replace(problem, host_budget_bytes=(params + in_ram) // 2)
     schedule = plan(problem).schedule
     assert schedule is not None
     return problem, schedule

@@ -84,7 +84,7 @@ def test_no_more_pieces_leave_than_the_fractions_need() -> None:
     lines = [str(action) for action in schedule.actions]
     assert "2 offload s:w[0:3]" in lines and "1 prefetch s:w[9:10]" in lines
     assert not any("s:w[3:9]" in line for line in lines) and "s:w[3:9]" in schedule.resident
-    assert schedule.host_bytes == 200  # pieces leave to their place in the whole state
+    assert schedule.host_bytes == 100 + 200  # the parameter, and the whole state, to whose place in it pieces leave
     assert from_dict(schedule_to_dict(schedule)) == schedule
 
 

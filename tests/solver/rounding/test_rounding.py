@@ -48,7 +48,7 @@ def test_the_host_part_is_rounded_up_and_its_chain_fits():
     plans = by_name(round_solution(problem, solution(**flow)))
     assert [name for name, p in plans.items() if p.cpu] == ["w1"]
     assert (plans["w1"].grad_out, plans["w1"].cpu_update, plans["w1"].back) == (2, 4, 0)
-    assert plans["w0"].hosted is False
+    assert not plans["w0"].has_copy
 
 
 def test_a_late_gradient_still_leaves_time_for_its_update():
@@ -80,7 +80,7 @@ def test_a_frozen_group_drops_the_same_tensors_in_every_gap():
     gaps = (Gap(0, 3, 0.3, {2: 0.3}), Gap(3, 0, 0.2, {6: 0.2}))
     plans = by_name(round_solution(problem, solution(gaps=gaps)))
     assert plans["w1"].gaps == (TensorGap(0, 3, 2), TensorGap(3, 0, 6))
-    assert [name for name, p in plans.items() if p.hosted] == ["w1"]
+    assert [name for name, p in plans.items() if p.has_copy] == ["w1"]
 
 
 def test_an_external_update_takes_every_tensor():
