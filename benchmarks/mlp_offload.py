@@ -95,9 +95,13 @@ def problem_of(name: str, device_bytes: int, host_bytes: int, precision: Precisi
 
 
 def stored_on(problem: Problem, *paths: tuple[float, float]) -> Problem:
-    """Return the problem with storage paths, given as rates of reads and writes that take turns."""
+    """Return the problem with storage paths, given as rates of reads and writes that take turns.
+
+    Parameters may lie there, so that RAM has none of those that stay on the device.
+    """
     figures = [PathFigures("", read, write, 2 / (1 / read + 1 / write), CAPACITY_BYTES) for read, write in paths]
-    return replace(problem, rates=replace(problem.rates, tiers=(together(figures, BUFFERS_BYTES).tier,)))
+    files = replace(together(figures, BUFFERS_BYTES), for_parameters=True)
+    return replace(problem, rates=replace(problem.rates, tiers=(files.tier,)))
 
 
 def node_rows(name: str) -> Iterator[dict[str, Any]]:

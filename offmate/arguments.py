@@ -137,7 +137,7 @@ def _tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
     """Yield the parameters and buffers of a model, and the states of its optimizer."""
     yield from model.parameters()
     yield from model.buffers()
-    for state in optimizer.state.values() if optimizer is not None else ():
+    for state in optimizer.state.values() if isinstance(optimizer, torch.optim.Optimizer) else ():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 

@@ -37,10 +37,8 @@ def refusal(lowered: Lowered, request: Request, fixed: int, elsewhere: bool = Fa
     if least.resource == "host":
         return InfeasibleBudget(
             f"{format_bytes(host_budget_bytes)} of RAM is not enough: even with unlimited GPU memory, training needs "
-            f"{format_least_bytes(least.bytes)}. Raise cpu_budget or free RAM, raise gpu_budget so that less has to "
-            "leave the GPU, choose an optimizer with less state, or freeze a part of the model"
-            + _drive_words(problem, request, fixed, elsewhere)
-            + sides,
+            f"{format_least_bytes(least.bytes)}. Raise cpu_budget or free RAM, choose an optimizer "
+            "with less state, or freeze a part of the model" + _drive_words(problem, request, fixed, elsewhere) + sides,
             budget_bytes=budget_bytes,
         )
     needed = least.bytes + fixed

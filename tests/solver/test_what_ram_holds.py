@@ -63,7 +63,9 @@ def test_where_ram_has_no_room_for_it_its_home_is_in_files(seed):
     assert ItemKind.PARAMETER not in moved
     ((_, there),) = [row for row in short.tiers if row[0].name == FILES]
     assert there == values
-    assert plan(replace(problem, host_budget_bytes=short.host_budget_bytes).with_capacities({FILES: 0})).schedule is None
+    assert (
+        plan(replace(problem, host_budget_bytes=short.host_budget_bytes).with_capacities({FILES: 0})).schedule is None
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -94,13 +94,13 @@ def test_two_names_of_one_option_are_not_given_together(capsys, argv):
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_too_little_ram_is_said_first_with_what_fits(monkeypatch, cache, capsys, columns):
-    argv = ("plan", "tiny-llama", "--gpu-budget", "10MiB", "--ram", "100KiB", "--batch", "4")
+    argv = ("plan", "tiny-llama", "--gpu-budget", "10MiB", "--ram", "300KiB", "--batch", "4")
     assert run(monkeypatch, cache, *argv, columns=columns) == 1
     text = capsys.readouterr().out
     assert all(len(line) <= columns for line in text.splitlines())
     said = " ".join(text.split())
     assert said.startswith("does not fit: with 10 MiB of GPU memory, training needs about ")
-    assert "of RAM, and there are 100 KiB" in said
+    assert "of RAM, and there are 300 KiB" in said
     assert "--seq-len 256" in said or "256 tokens (needs" in said
     assert "optimizer states on an NVMe drive" in said
 

@@ -33,7 +33,7 @@ from ..session import test_state_storage
 from ..session.test_state_storage import batch, made
 
 CARD = json.loads((resources.files("offmate") / "machines" / "emulated.json").read_text())
-GPU_BUDGET, CPU_BUDGET = 850_000, 850_000
+GPU_BUDGET, CPU_BUDGET = 850_000, 1_000_000
 FAST = {"read": "3GB/s", "write": "3GB/s", "both": "3GB/s"}
 SLOW = {"read": "1GB/s", "write": "1GB/s", "both": "1GB/s"}
 

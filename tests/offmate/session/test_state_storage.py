@@ -188,7 +188,7 @@ def test_as_many_bytes_are_read_and_written_as_planned(path):
     assert 3 * written - written <= disk(pair[0]).written_bytes - first.written_bytes <= 4 * written + 3 * blocks
 
 
-@pytest.mark.parametrize("settings", [{"max_grad_norm": 0.05}, {"accumulation_steps": 3}])
+@pytest.mark.parametrize("settings", [{"max_grad_norm": 0.05}, {"accumulation_steps": 3, "cpu_budget": 2_900_000}])
 def test_behind_a_gate(path, settings):
     pair = compiled(path, gpu_budget=2_000_000, **settings)
     plain = made()

@@ -39,7 +39,7 @@ from .test_updates_from_files import ByRow, few_layers_in_pieces
 __all__ = ["few_layers_in_pieces", "folder", "one_cache", "ring", "small_requests"]  # fixtures
 
 BUDGETS = {"gpu_budget": 1_100_000, "cpu_budget": 1_125_000}
-RAM = {"adamw": 1_125_000, "amsgrad": 1_320_000, "masters": 850_000}
+RAM = {"adamw": 1_125_000, "amsgrad": 1_250_000, "masters": 850_000}
 
 
 @pytest.fixture
