@@ -61,13 +61,13 @@ class Problem(InPasses):
     host_in_time: whether what the host holds for a part of the iteration (gradients, activations) counts in these steps
         alone, so that it can share memory, or for the whole iteration.
     gate_s: seconds from the last gradient to the first update, for the verdict on all gradients.
+    host_fixed_bytes: bytes in host memory that no decision changes, such as those of buffers.
     micro_batches: N, passes per update. More than one needs a gate.
     per_step: k, the micro-batches for which every step runs its block in turn.
     last_per_step: those of the last pass, if they are fewer; 0 if they are as many.
     speculates: whether updates on the host may start before the gate, as soon as their gradients are there, and keep a
         log of the old values that undoes them; their gradients stay on the host until the gate opens. Needs a gate.
     hands_on: whether values and their gradients may be away between neighbouring steps (see handed.py).
-    host_fixed_bytes: bytes in host memory that no decision changes, such as those of buffers.
     """
 
     blocks: tuple[Block, ...]
@@ -86,12 +86,12 @@ class Problem(InPasses):
     gate: bool = False
     host_in_time: bool = False
     gate_s: float = 0.0
+    host_fixed_bytes: int = 0
     micro_batches: int = 1
     per_step: int = 1
     last_per_step: int = 0
     speculates: bool = False
     hands_on: bool = True
-    host_fixed_bytes: int = 0
 
     def __post_init__(self) -> None:
         check(self)
