@@ -31,6 +31,7 @@ from typing import Any
 from offmate.solver.instances.synthetic import Precision, Shape, Speeds, llama
 from offmate.solver.plan import Planned, plan
 from offmate.solver.problem import Problem, Rates
+from offmate.solver.schedule import Kind, Schedule
 
 from offmate.machines.hardware import load
 from offmate.planning.storage import PathFigures, together
@@ -97,10 +98,11 @@ def problem_of(name: str, device_bytes: int, host_bytes: int, precision: Precisi
 def stored_on(problem: Problem, *paths: tuple[float, float]) -> Problem:
     """Return the problem with storage paths, given as rates of reads and writes that take turns.
 
-    Parameters may lie there, so that RAM has none of those that stay on the device.
+    Where RAM cannot hold all parameters, they may lie there, too.
     """
     figures = [PathFigures("", read, write, 2 / (1 / read + 1 / write), CAPACITY_BYTES) for read, write in paths]
-    files = replace(together(figures, BUFFERS_BYTES), for_parameters=True)
+    params = sum(group.param_bytes for group in problem.groups)
+    files = replace(together(figures, BUFFERS_BYTES), for_parameters=params > problem.host_budget_bytes)
     return replace(problem, rates=replace(problem.rates, tiers=(files.tier,)))
 
 
@@ -147,9 +149,17 @@ def _predicted(problem: Problem, found: Planned) -> dict[str, Any]:
     ((_, host_bytes), (_, stored)) = found.schedule.tiers
     (tier,) = problem.rates.tiers
     program_s, simulated_s = found.solution.objective_s, found.simulation.step_s
+    stored -= _resting_bytes(found.schedule)
     bound_s = 2 * stored / tier.path.alike_bytes_per_s
     figures = (stored / GB, host_bytes / GB, bound_s, program_s, simulated_s, simulated_s / program_s)
     return dict(zip(_FIGURES, figures, strict=True))
+
+
+def _resting_bytes(schedule: Schedule) -> int:
+    """Return the bytes of parameters whose homes are in files while they are always on the device."""
+    moving = {action.item for action in schedule.actions if action.kind in (Kind.PREFETCH, Kind.OFFLOAD)}
+    resting = {item for item in schedule.trained_homes - moving if item.name not in schedule.updated_from_files}
+    return sum(schedule.item_bytes[item] for item in resting)
 
 
 if __name__ == "__main__":

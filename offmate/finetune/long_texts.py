@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 # Characters that two windows share, and those of them whose tokens have to be equal in both. Near its ends, a window
@@ -36,33 +37,37 @@ class _Window:
 def tokens_in_windows(parts: Iterator[str], tokenizer: Any) -> Iterator[list[int]]:
     """Yield the tokens of a text, without special ones, with about one part of it in memory.
 
-    Each part is tokenized with the last `OVERLAP` characters before it. Both sides are joined where their tokens agree
-    over half of these characters. Where they do not agree, the window grows by the part. A tokenizer that does not
-    tell which characters a token covers (a slow one of transformers) gets the whole text at once. So does one that
-    takes the whole text for one word and compares the likelihoods of its divisions: they are sums of floats, so that
-    equally likely divisions of a word are told apart by all characters before them.
+    Each part is tokenized with the last `OVERLAP` characters before it. Both sides are joined between two words, where
+    their tokens and their words agree over half of these characters. Where they do not agree, or have one word alone
+    there, the window grows. A tokenizer that does not tell which characters a token covers (a slow one of
+    transformers) gets the whole text at once.
+
+    One that takes any text for a single word has no such places. If it joins pairs of tokens by rank (BPE), as Llama
+    2's does, both sides are joined anywhere. Others get the whole text at once: equally likely divisions of a word
+    (Unigram) are told apart by sums of floats over all characters before them.
 
     Parameters
     ----------
     parts: the text in order, each part but the last one longer than `OVERLAP` characters.
     """
-    if not getattr(tokenizer, "is_fast", False):
+    fast = getattr(tokenizer, "is_fast", False)
+    in_words = fast and _takes_apart(tokenizer)
+    if not fast or not (in_words or _joins_by_rank(tokenizer)):
         yield tokenizer("".join(parts), add_special_tokens=False, verbose=False)["input_ids"]
         return
-    window, begin = _window(next(parts), tokenizer), 0
-    if window.ids and not any(window.cuts):
-        window = _window("".join((window.text, *parts)), tokenizer)
+    window, begin, further = _window(next(parts), tokenizer, in_words), 0, 1
     for part in parts:
         shift = len(window.text) - OVERLAP
-        after = _window(window.text[shift:] + part, tokenizer)
+        after = _window(window.text[shift:] + part, tokenizer, in_words)
         shared = window.checked(shift)
         first = next((number for number, (*_, cut) in enumerate(shared) if cut), None)
         if first is not None and shared == after.checked(0):
             yield window.ids[begin : window.first_from(shift + _CHECKED[0]) + first]
-            window, begin = after, after.first_from(_CHECKED[0]) + first
-        else:
+            window, begin, further = after, after.first_from(_CHECKED[0]) + first, 1
+        else:  # by twice as much each time, so that a long word is not tokenized over and over
             character = window.spans[begin][0] if begin else 0
-            window = _window(window.text + part, tokenizer)
+            text = "".join((window.text, part, *islice(parts, further - 1)))
+            window, further = _window(text, tokenizer, in_words), 2 * further
             begin = window.first_from(character) if begin else 0
     yield window.ids[begin:]
 
@@ -75,13 +80,25 @@ def special_around(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
     return (ids[: own[0]], ids[own[-1] + 1 :]) if own else (ids, [])
 
 
-def _window(text: str, tokenizer: Any) -> _Window:
+def _takes_apart(tokenizer: Any) -> bool:
+    """Return whether a tokenizer divides a text into words, each of which gets its tokens on its own."""
+    return len(set(tokenizer("one two, 3\nfour", add_special_tokens=False).word_ids())) > 1
+
+
+def _joins_by_rank(tokenizer: Any) -> bool:
+    """Return whether tokens far from each other do not matter to each other, and none is left out."""
+    model = tokenizer.backend_tokenizer.model
+    return type(model).__name__ == "BPE" and model.unk_token is not None
+
+
+def _window(text: str, tokenizer: Any, in_words: bool) -> _Window:
     found = tokenizer(
         text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
     )
-    ids = found["input_ids"]
-    cuts = [True] * len(ids)
-    if type(tokenizer.backend_tokenizer.model).__name__ == "Unigram":  # words are divided one by one
+    ids, spans = found["input_ids"], found["offset_mapping"]
+    # Several tokens of one character begin at the same place.
+    cuts = [a[0] != b[0] for a, b in zip([*spans[:1], *spans], spans)]
+    if in_words:
         words = found.word_ids()
-        cuts = [before != word for before, word in zip([*words[:1], *words], words)]
-    return _Window(text, ids, found["offset_mapping"], cuts)
+        cuts = [cut and before != word for cut, before, word in zip(cuts, [*words[:1], *words], words)]
+    return _Window(text, ids, spans, cuts)

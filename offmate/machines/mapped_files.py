@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..runtime.devices.pinned import flat_bytes
+from ..runtime.torch_names.tensors import storage_key
 
 _ADDRESSES, _MAPPINGS = Path("/proc/self/maps"), Path("/proc/self/smaps")  # the latter with what has been written to
 _MAPPING = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(/.*)?$")
@@ -76,15 +77,16 @@ def is_unchanged(tensor: torch.Tensor, own: MappedBytes) -> bool:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors on the CPU that lie in memory of the process itself, and not in that of mapped files.
+    """Return the bytes of memory that tensors on the CPU have, without that of mapped files.
 
-    Pages of mapped files are free memory to the system, which can drop them at once.
+    Pages of mapped files are free memory to the system, which can drop them at once. Memory that several tensors share
+    counts once.
     """
-    own = {str(id(tensor)): tensor for tensor in tensors if tensor.device.type == "cpu"}
-    flats = {name: flat_bytes(tensor.detach()) for name, tensor in own.items() if _is_plain(tensor)}
-    dense = {name: flat for name, flat in flats.items() if flat is not None}
-    mapped = _around(dense, _mappings(_ADDRESSES)) if dense else {}
-    return sum(tensor.nbytes for name, tensor in own.items() if name not in mapped)
+    own = (t for t in tensors if t.device.type == "cpu" and t.layout == torch.strided)
+    storages = {str(storage_key(one)): one for one in (tensor.untyped_storage() for tensor in own) if one.nbytes()}
+    flats = {key: torch.empty(0, dtype=torch.uint8).set_(one) for key, one in storages.items()}
+    mapped = _around(flats, _mappings(_ADDRESSES)) if flats else {}
+    return sum(one.nbytes() for key, one in storages.items() if key not in mapped)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

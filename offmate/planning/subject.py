@@ -270,15 +270,17 @@ def host_fixed_bytes(
     files: those of frozen parameters, which are not in RAM as long as no block uses them.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
-    used = {id(params[tensor.name]) for group in problem.groups for tensor in group.tensors}
-    in_files = files.names if files is not None else ()
-    unused = {id(p): p.nbytes for name, p in params.items() if id(p) not in used and name not in in_files}
-    return _stored_bytes([*model.buffers(), *captured.constants.values()]) + sum(unused.values())
+    in_files = {id(params[name]) for name in (files.names if files is not None else ())}
+    used = {id(params[tensor.name]): params[tensor.name] for group in problem.groups for tensor in group.tensors}
+    held = (param for param in params.values() if id(param) not in in_files)
+    # What a group's parameters have of memory that they share with others is counted with the group.
+    counted = sum(param.nbytes for known, param in used.items() if known not in in_files)
+    return max(0, _stored_bytes([*held, *model.buffers(), *captured.constants.values()]) - counted)
 
 
 def _stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the memory that some tensors have, which several may share."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 
 

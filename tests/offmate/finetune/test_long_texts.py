@@ -7,8 +7,11 @@ import random
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from offmate.finetune import data
 from offmate.finetune.forecast import glimpse
@@ -69,6 +72,55 @@ def test_equally_likely_tokens_are_chosen_as_in_the_whole_text(words, blanks):
     pieces = ["***", "c", "*****", *["b ", "bc "] * blanks]
     text = "".join(draw.choice(pieces) for _ in range(12_000))
     parts = (text[begin : begin + OVERLAP + 1] for begin in range(0, len(text), OVERLAP + 1))
+    found = [i for ids in tokens_in_windows(parts, tokenizer) for i in ids]
+    assert found == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _tokenizer(model: Any, words: Any = None, normalizer: Any = None) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(model)
+    if words is not None:
+        tokenizer.pre_tokenizer = words
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def _pieces_of_one_character() -> tuple[PreTrainedTokenizerFast, str]:
+    """A character that becomes three tokens, of which the first belongs to the word before it."""
+    draw = random.Random(1)
+    scores = [("<unk>", 0.0), *((letter, -2.0) for letter in "abcxyz/")]
+    tokenizer = _tokenizer(models.Unigram(scores, 0), pre_tokenizers.Punctuation(), normalizers.NFKC())
+    words = (draw.choice(["x" * draw.randint(1, 700) + "\u2100", "y" * draw.randint(1, 1400)]) for _ in range(60))
+    return tokenizer, "".join(words)
+
+
+def _digits_in_threes() -> tuple[PreTrainedTokenizerFast, str]:
+    """A number that is longer than a window, whose digits belong together in threes from its first one on."""
+    ranks = {letter: number for number, letter in enumerate("012 ")} | {"12": 4}
+    words = pre_tokenizers.Split(Regex(r"\d{1,3}| "), "isolated")
+    numbers = ("0" * digits + "1212 " + "0 " * 9000 for digits in range(9000, 9006))
+    return _tokenizer(models.BPE(ranks, [("1", "2")]), words), "".join(numbers)
+
+
+def _a_quotation() -> tuple[PreTrainedTokenizerFast, str]:
+    """A quotation is one word, however long it is, and from its middle on the rest looks quoted."""
+    ranks = {letter: number for number, letter in enumerate('ab" ')} | {"a b": 4, "a ": 5}
+    words = pre_tokenizers.Split(Regex(r'"[^"]*"|[ ]|[^" ]+'), "isolated")
+    text = '"' + "b" * 9000 + " a b" * 3 + '" a b' + "b" * 9000
+    return _tokenizer(models.BPE(ranks, [("a", " "), ("a ", "b")]), words), text
+
+
+def _characters_left_out() -> tuple[PreTrainedTokenizerFast, str]:
+    """The places of the tokens behind an unknown character are wrong, since it has no token."""
+    ranks = {letter: number for number, letter in enumerate("abcdefgh")}
+    return _tokenizer(models.BPE(ranks, [])), "a" * 2000 + "z" + "a" * 12000 + "b" * 5
+
+
+@pytest.mark.parametrize("case", [_pieces_of_one_character, _digits_in_threes, _a_quotation, _characters_left_out])
+@pytest.mark.parametrize("size", [1, 700, 1500, 3000])
+def test_windows_are_joined_between_words(case, size):
+    tokenizer, text = case()
+    parts = (text[begin : begin + OVERLAP + size] for begin in range(0, len(text), OVERLAP + size))
     found = [i for ids in tokens_in_windows(parts, tokenizer) for i in ids]
     assert found == tokenizer(text, add_special_tokens=False)["input_ids"]
 

@@ -49,6 +49,21 @@ def test_a_plan_counts_all_of_a_model(planned: bool) -> None:
     assert plan.host_bytes == sum(t.nbytes for t in tensors) + gradients
 
 
+def test_memory_that_tensors_share_counts_once() -> None:
+    """And all of it counts, also what no tensor of the model shows."""
+    model = Net()
+    model.unused = nn.Parameter(torch.ones(5000)[:1000], requires_grad=False)
+    model.register_buffer("again", model.unused.data[:10])
+    plan = offmate.plan(
+        model, "8MiB", example_inputs=EXAMPLE, optimizer=torch.optim.SGD(model.layers.parameters(), 0.1),
+        device="emulated", cpu_budget="1GiB", config=Config(cache_dir=None, updates="device"),
+    )  # fmt: skip
+    others = [*model.layers.parameters(), model.get_buffer("scale"), model.get_buffer("table")]
+    assert plan.host_bytes == 4 * 5000 + sum(tensor.nbytes for tensor in others)
+    one = torch.ones(1)
+    assert held_bytes([one.expand(1000, 1000), one, one[:]]) == one.nbytes
+
+
 def test_what_the_model_and_the_optimizer_hold_belongs_to_an_automatic_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "default_host_budget_bytes", lambda: FREE_BYTES)
     model = Net()
