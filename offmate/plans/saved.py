@@ -23,7 +23,7 @@ from .break_even import BreakEven
 from .orders import OtherOrder
 from .table import BlockRow
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)

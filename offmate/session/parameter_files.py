@@ -21,10 +21,10 @@ log = logging.getLogger("offmate")
 def may_leave(params: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
     """Return whether all trained parameters can have memory in files: each has dense memory on the CPU of its own.
 
-    Parameters on the meta device count as if they had memory of their own.
+    Parameters on the meta device count as if they had memory of their own. Empty ones have none to leave with.
     """
     with without_torch_function():
-        trained = {name: param for name, param in params if param.requires_grad}
+        trained = {name: param for name, param in params if param.requires_grad and param.numel()}
         # `device` is where a parameter is used.
         on_cpu = all(p.layout is torch.strided and (p.is_cpu or p.is_meta) for p in trained.values())
         return on_cpu and _own_memory(params).issuperset(trained) and all(map(_is_dense, trained.values()))
@@ -41,7 +41,7 @@ def _own_memory(params: Sequence[tuple[str, torch.nn.Parameter]]) -> set[str]:
 
 
 def _is_dense(param: torch.nn.Parameter) -> bool:
-    return param.numel() > 0 and flat_bytes(param.detach()) is not None
+    return flat_bytes(param.detach()) is not None
 
 
 def settle(schedule: Schedule, truth: Truth, device: Device) -> None:

@@ -241,8 +241,8 @@ def with_homes(problem: Problem, decisions: Decisions) -> Decisions:
     trains. Their homes have the values for whoever reads them.
     """
     tiers = {tier.name for tier in problem.parameter_tiers}
-    trained = {group.name for group in problem.groups if group.trainable}
-    plans = [plan for plan in decisions.tensors if plan.group in trained]
+    sizes = {tensor.name: tensor.param_bytes for group in problem.groups if group.trainable for tensor in group.tensors}
+    plans = [plan for plan in decisions.tensors if sizes.get(plan.name)]
     staying = {plan.name for plan in plans if plan.source == HOST and not (plan.cpu or plan.has_copy)}
     if not tiers or not staying:
         return decisions

@@ -279,6 +279,25 @@ def test_what_shares_memory_stays_in_ram():
     assert not may_leave([("apart", apart), ("first", first), ("second", second)])
     assert not may_leave([("gaps", torch.nn.Parameter(whole[:, :2]))])
     assert may_leave([("apart", apart), ("frozen", torch.nn.Parameter(whole[:, :2], requires_grad=False))])
+    assert may_leave([("apart", apart), ("empty", torch.nn.Parameter(torch.zeros(0)))])
+
+
+class WithEmpty(test_state_storage.Deep):
+    """A model with a trained parameter that has no bytes, and that its forward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = torch.nn.Parameter(torch.zeros(0, 4))
+
+
+@pytest.mark.parametrize("gpu_budget", [BUDGETS["gpu_budget"], 1 << 30], ids=["tight", "ample"])
+def test_an_empty_parameter_is_nowhere(path, monkeypatch, gpu_budget):
+    monkeypatch.setattr(test_state_storage, "Deep", WithEmpty)
+    pair, plain = in_files(path, gpu_budget=gpu_budget), made()
+    assert train(*pair, range(STEPS)) == train(*plain, range(STEPS))
+    check_stored(pair[0])
+    assert "empty" not in pair[0].offmate.plan.schedule.parameters_in_files
+    assert_same(pair, plain)
 
 
 def test_the_plan_says_what_is_stored(path, tmp_path):
