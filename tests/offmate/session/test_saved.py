@@ -308,7 +308,7 @@ def test_without_the_file_that_says_where_states_are_nothing_is_removed(path, sa
 
 
 def test_a_mixture_of_updates_is_not_saved(path, tmp_path, monkeypatch):
-    pair = compiled(path)
+    pair = compiled(path, cpu_budget=2_800_000)
     train(*pair, range(2))
     own, left = SystemFiles.pwritev, [7]
 
