@@ -257,7 +257,8 @@ def fixed_bytes(model: torch.nn.Module, captured: Captured, updates: dict[str, U
     """Count the bytes of buffers, constants and optimizer scalars, which are on the device all the time."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     used = (buffers[name] for name in captured.buffers.values())
-    return _stored_bytes([*used, *captured.constants.values()]) + sum(c.scalar_bytes for c in updates.values())
+    on_device = _storages([*used, *captured.constants.values()])
+    return sum(on_device.values()) + sum(c.scalar_bytes for c in updates.values())
 
 
 def host_fixed_bytes(
@@ -270,18 +271,20 @@ def host_fixed_bytes(
     files: those of frozen parameters, which are not in RAM as long as no block uses them.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
-    in_files = {id(params[name]) for name in (files.names if files is not None else ())}
-    used = {id(params[tensor.name]): params[tensor.name] for group in problem.groups for tensor in group.tensors}
-    held = (param for param in params.values() if id(param) not in in_files)
-    # What a group's parameters have of memory that they share with others is counted with the group.
-    counted = sum(param.nbytes for known, param in used.items() if known not in in_files)
-    return max(0, _stored_bytes([*held, *model.buffers(), *captured.constants.values()]) - counted)
+    used = [params[tensor.name] for group in problem.groups for tensor in group.tensors]
+    in_files = [params[name] for name in (files.names if files is not None else ())]
+    elsewhere = {id(param) for param in (*used, *in_files)}
+    unused = (param for param in params.values() if id(param) not in elsewhere)
+    # Memory that parameters of groups have, too, is counted with these; on accelerators it has all parameters.
+    held = _storages([*unused, *model.buffers(), *captured.constants.values()])
+    counted = _storages(used)
+    return sum(size for key, size in held.items() if key not in counted)
 
 
-def _stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the memory that some tensors have, which several may share."""
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of the memory that some tensors have, which several may share, by its key."""
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
-    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
+    return {storage_key(storage): storage.nbytes() for storage in storages}
 
 
 def with_steps(subject: Subject, problem: Problem) -> Subject:

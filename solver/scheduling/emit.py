@@ -246,8 +246,8 @@ def with_homes(problem: Problem, decisions: Decisions) -> Decisions:
     staying = {plan.name for plan in plans if plan.source == HOST and not (plan.cpu or plan.has_copy)}
     if not tiers or not staying:
         return decisions
-    others = all(plan.source not in tiers for plan in plans)
-    if others and _host_bytes(problem, decisions) <= problem.host_budget_bytes:
+    none_leaves = all(plan.source not in tiers for plan in plans)
+    if none_leaves and _host_bytes(problem, decisions) <= problem.host_budget_bytes:
         return decisions
     home = problem.parameter_tiers[0].name
     tensors = (replace(plan, source=home) if plan.name in staying else plan for plan in decisions.tensors)
