@@ -19,15 +19,37 @@ log = logging.getLogger("offmate")
 
 
 def may_leave(params: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
-    """Return whether all trained parameters can have memory in files: each has dense memory on the CPU of its own.
+    """Return whether all trained parameters can have memory in files; if not, `why_all_stay` says why."""
+    return not why_all_stay(params)
+
+
+def why_all_stay(params: Sequence[tuple[str, torch.nn.Parameter]]) -> str:
+    """Return why trained parameters cannot lie in files; "" if each has dense memory on the CPU of its own.
 
     Parameters on the meta device count as if they had memory of their own. Empty ones have none to leave with.
     """
     with without_torch_function():
         trained = {name: param for name, param in params if param.requires_grad and param.numel()}
         # `device` is where a parameter is used.
-        on_cpu = all(p.layout is torch.strided and (p.is_cpu or p.is_meta) for p in trained.values())
-        return on_cpu and _own_memory(params).issuperset(trained) and all(map(_is_dense, trained.values()))
+        elsewhere = [n for n, p in trained.items() if p.layout is not torch.strided or not (p.is_cpu or p.is_meta)]
+        if elsewhere:
+            return f"{elsewhere[0]} is not a dense tensor in RAM"
+        own = _own_memory(params)
+        shared = [name for name in trained if name not in own]
+        if shared:
+            return f"{shared[0]} shares its memory with another parameter"
+        gaps = [name for name, param in trained.items() if not _is_dense(param)]
+        return f"the memory of {gaps[0]} has gaps between its elements" if gaps else ""
+
+
+def warn_of_all_in_ram(why: str) -> None:
+    """Say that no trained parameter lies in files, although the user allowed it, and why."""
+    log.warning(
+        "trained parameters stay in RAM, although the storage paths are for them too: %s. Give each parameter memory "
+        "of its own, without gaps (`param.data = param.data.clone(memory_format=torch.contiguous_format)`), before "
+        "offmate.compile",
+        why,
+    )
 
 
 def _own_memory(params: Sequence[tuple[str, torch.nn.Parameter]]) -> set[str]:

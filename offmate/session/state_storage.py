@@ -24,7 +24,7 @@ from ..runtime.storage.mapped import MappedStore
 from ..sizes import format_bytes
 from ..solver.resources import Path
 from ..solver.schedule import Schedule
-from .parameter_files import may_leave
+from .parameter_files import warn_of_all_in_ram, why_all_stay
 
 log = logging.getLogger("offmate")
 
@@ -59,7 +59,8 @@ class StateStorage:
 
     State: `_engine` and `_store`, which is `host.store`, from construction until `close`; the folders are locked all
     that time. `_files`, and the figures of the paths that it was made from; `_slower`, in how many iterations in a row
-    the paths were slower than these, and `_said`, whether that was logged.
+    the paths were slower than these, and `_said`, whether that was logged. `_why_all_stay`, what was logged last of
+    parameters that cannot lie in files.
 
     Parameters
     ----------
@@ -74,6 +75,7 @@ class StateStorage:
         self._figures: list[PathFigures] = []
         self._files: StateFiles | None = None
         self._slower, self._said = 0, False
+        self._why_all_stay = ""
         self._both = take_parameters(paths)
         if not paths:
             return
@@ -97,7 +99,15 @@ class StateStorage:
         if now and abs(turn_s(now) / turn_s(self._figures) - 1) > _MOVED:
             self._figures, self._slower, self._said = now, 0, False
             self._files = together(now, self._buffers_bytes)
-        return None if self._files is None else replace(self._files, for_parameters=self._both and may_leave(params))
+        return None if self._files is None else replace(self._files, for_parameters=self._both and self._leave(params))
+
+    def _leave(self, params: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
+        """Return whether trained parameters may lie in files; say so once if not."""
+        why = why_all_stay(params)
+        if why and why != self._why_all_stay:
+            warn_of_all_in_ram(why)
+        self._why_all_stay = why
+        return not why
 
     @property
     def path(self) -> Path | None:

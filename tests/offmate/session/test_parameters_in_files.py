@@ -282,6 +282,40 @@ def test_what_shares_memory_stays_in_ram():
     assert may_leave([("apart", apart), ("empty", torch.nn.Parameter(torch.zeros(0)))])
 
 
+def _sharing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = torch.stack((first, second))
+    return whole[0], whole[1]
+
+
+def _with_gaps(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat((first, first), dim=1)[:, : first.shape[1]], second
+
+
+@pytest.mark.parametrize(
+    ("stored", "why"),
+    [
+        (lambda *weights: weights, ""),
+        (_sharing, "layers.0.weight shares its memory with another parameter"),
+        (_with_gaps, "the memory of layers.0.weight has gaps between its elements"),
+    ],
+)
+def test_parameters_that_cannot_lie_in_files_are_warned_of_once(path, stored, why, caplog):
+    model, optimizer = made()
+    pair = [layer.weight for layer in model.layers[:2]]
+    for weight, memory in zip(pair, stored(*(weight.data for weight in pair))):
+        weight.data = memory
+    settings = {"optimizer": optimizer, "device": "emulated", "storage": path, "cpu_budget": 2**21}
+    with caplog.at_level(logging.WARNING, logger="offmate"):
+        offmate.plan(model, BUDGETS["gpu_budget"], example_inputs={"x": batch(0)}, **settings)
+        planned = caplog.text
+        caplog.clear()
+        model = offmate.compile(model, BUDGETS["gpu_budget"], **settings)
+        train(model, optimizer, range(2))
+    for said in (planned, caplog.text):
+        assert said.count("trained parameters stay in RAM") == bool(why)
+        assert why in said
+
+
 class WithEmpty(test_state_storage.Deep):
     """A model with a trained parameter that has no bytes, and that its forward does not read."""
 
