@@ -27,9 +27,13 @@ PHASES = {
     "finding the least budget": (5, 3),
     "solving and rounding": (8, 3),
     "improving the schedule": (25, 4),
-    "fitting it to the rate of RAM": (29, 0),
+    "second search": (15, 0),
+    "third search": (7, 0),
+    "fourth search": (4, 0),
+    "further searches": (3, 0),
     "compiling blocks": (1, 1),
 }
+FURTHER_SEARCHES = ("second search", "third search", "fourth search", "further searches")
 _MEASURED = "measuring operators"
 _FIRST_PHASE_S = 5.0  # as long as nothing else is known
 _LINE_EVERY_S = 60.0  # where stderr is a file

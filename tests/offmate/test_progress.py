@@ -103,12 +103,12 @@ def test_another_plan_begins_anew_and_other_work_fills_the_bar():
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_line_keeps_its_phase_and_its_time_at_every_width(width):
     task = progress.Task("planning", Phases())
-    task.say("fitting it to the rate of RAM", 0.5)
+    task.say("further searches", 0.5)
     task.started_s = time.monotonic() - 4000
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(MovingLine(lambda: task))
     (text,) = console.export_text().splitlines()
-    assert len(text) <= width and "1:06:40" in text and "planning: fitting" in text
+    assert len(text) <= width and "1:06:40" in text and "planning: further" in text
     assert ("━" in text) is (width >= 80)
 
 
