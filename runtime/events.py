@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from ..errors import OffmateError
+
 
 class Event(Protocol):
     """The completion of one copy or update. A buffer and its event travel together."""
@@ -133,7 +135,8 @@ class UnderWay:
         except ActionFailed:
             raise
         except Exception as error:
-            raise ActionFailed(f"{self.what} failed: {type(error).__name__}: {error}") from error
+            name = "" if isinstance(error, OffmateError) else f"{type(error).__name__}: "
+            raise ActionFailed(f"{self.what} failed: {name}{error}") from error
 
     def done(self) -> bool:
         """Return whether all parts have happened."""

@@ -132,6 +132,13 @@ class Item(str):
         return Item(self.kind, self.name, self.rows, slot) if self.kind.by_batch and slot != self.slot else self
 
     @property
+    def words(self) -> str:
+        """A description for people, such as "gradient of lm_head.weight"."""
+        rows = f"[{self.rows[0]}:{self.rows[1]}]" if self.rows else ""
+        of = f" of micro-batch {self.slot + 1}" if self.slot else ""
+        return self.kind.words.format(f"{self.name}{rows}") + of
+
+    @property
     def block(self) -> int:
         """The number of the block that saved it; raises ValueError for items that no block saves."""
         return int(self.name)

@@ -75,7 +75,8 @@ def _run(argv: Sequence[str], events: bool) -> int:
         _say_failed(with_options(str(error)), events)
         return _FAILED
     except OffmateError as error:
-        _say_failed(with_options(str(error)), events)
+        notes = getattr(error, "__notes__", ())
+        _say_failed(with_options(". ".join((str(error), *notes))), events)
         return _CANNOT_START if isinstance(error, _NOT_STARTED) else _FAILED
     except BrokenPipeError:
         # The reader of the output has gone, as with `| head`; Python must not complain about it at exit either.

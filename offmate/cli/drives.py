@@ -33,9 +33,10 @@ def planned_storage(
     ----------
     parameters: whether trained parameters may lie there, too.
 
-    Raises: ArgumentValueError for a folder that the file does not list, for a rate of reads alone among several, and
-    for parameters where nothing can be written.
+    Raises: ArgumentValueError for a folder that the file does not list or that is named twice, for a rate of reads
+    alone among several, and for parameters where nothing can be written.
     """
+    from ..planning.storage import check_apart
     from ..runtime.storage.folders import StoragePath
 
     alone = [one for one in given or () if isinstance(one, float)]
@@ -60,6 +61,7 @@ def planned_storage(
             paths.append(_listed(os.fspath(path.folder), machine))
         else:
             paths.append(replace(path, folder=f"drive {number}") if len(given) > 1 else path)
+    check_apart(paths)
     return tuple(replace(path, parameters=parameters) for path in paths)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import OffmateError
+from ..errors import DeviceError, OffmateError, StorageError
 from ..session.linked_states import announce_checkpoints, make_room, session_of
 from .checkpoint import EVALUATED, Moment, checkpoints, save_checkpoint, step_name
 from .names import SETTINGS
@@ -69,7 +69,8 @@ def train(run: TrainingRun) -> None:
     steps = run.batches.steps(run.start)
     with _asked_to_stop(run) as asked:
         for step in range(run.start, run.n_steps):
-            row = _step(run, step, next(steps), clock)
+            with _told_how_to_go_on(run):
+                row = _step(run, step, next(steps), clock)
             for reporter in run.reporters:
                 reporter.step(row)
             done, last = step + 1, step + 1 == run.n_steps
@@ -134,6 +135,17 @@ def _step(run: TrainingRun, step: int, micro_batches: list[Batch], clock: _Clock
         device_bytes=run.model.offmate.peak_bytes,
         host_bytes=host_bytes(),
     )
+
+
+@contextmanager
+def _told_how_to_go_on(run: TrainingRun) -> Iterator[None]:
+    """Add to the error of a file or of the device that the run continues from its last checkpoint, if it has one."""
+    try:
+        yield
+    except (StorageError, DeviceError) as error:
+        if newest := _newest(run):
+            error.add_note(f"The last checkpoint is {newest}. Continue from it with: {resuming(run.settings)}")
+        raise
 
 
 def _not_finite(run: TrainingRun, step: int, value: float, what: str = "loss") -> str:

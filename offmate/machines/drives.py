@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ArgumentValueError
+from ..runtime.storage.path_rates import in_turns
 from .figures import figure
 
-_RATES = ("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")
-_KEYS = {"folder", *_RATES, "free_bytes"}
+_RATES = ("read_bytes_per_s", "write_bytes_per_s")
+_BOTH = "both_bytes_per_s"
+_KEYS = {"folder", *_RATES, _BOTH, "free_bytes"}
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Drive:
     Parameters
     ----------
     folder: its whole path. read_bytes_per_s, write_bytes_per_s: rates of reads and writes alone. both_bytes_per_s: of
-        both together, as many bytes of each. free_bytes: free when it was measured; 0 if the file does not say.
+        both together, as many bytes of each; of a disk on which they take turns if the file does not say. free_bytes:
+        free when it was measured; 0 if the file does not say.
     """
 
     folder: str
@@ -63,6 +66,7 @@ def _drive(data: Any, where: str) -> Drive:
     unknown = sorted(data.keys() - _KEYS)
     if unknown:
         raise ArgumentValueError(f"{where}: {unknown[0]!r} is not known; known keys: {', '.join(sorted(_KEYS))}")
-    read, write, both = (figure(data, key, where, least=1.0, known=_KEYS) for key in _RATES)
+    read, write = (figure(data, key, where, least=1.0, known=_KEYS) for key in _RATES)
+    both = figure(data, _BOTH, where, least=1.0) if _BOTH in data else in_turns(read, write)
     free = figure(data, "free_bytes", where, known=_KEYS) if "free_bytes" in data else 0.0
     return Drive(data["folder"], read, write, both, int(free))

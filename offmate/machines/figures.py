@@ -30,9 +30,8 @@ def figure(
     if entry is None and (near := difflib.get_close_matches(key, others, n=1)):
         raise ArgumentValueError(f"{where}: there is no {key}, but {near[0]!r}, which is not known; is it misspelt?")
     if not isinstance(entry, dict) or "value" not in entry or not entry.get("source"):
-        raise ArgumentValueError(
-            f'{where}: {key} must be {{"value": number, "source": text}}, found {reprlib.repr(entry)}'
-        )
+        found = f"found {reprlib.repr(entry)}" if key in data else "and is missing"
+        raise ArgumentValueError(f'{where}: {key} must be {{"value": number, "source": text}}, {found}')
     value = entry["value"]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (least <= value <= LARGEST):
         words = "not negative" if least == 0 else f"{least:g} or more"

@@ -16,6 +16,7 @@ from ..lowering.frozen_files import FrozenFiles
 from ..lowering.state_files import StateFiles, StatePath
 from ..machines.devices import EMULATED, accelerator
 from ..machines.drive_rates import PROBE_BYTES
+from ..machines.drives import same_folder
 from ..machines.hardware import Hardware
 from ..runtime.devices.ring import BUFFERS_BYTES
 from ..runtime.storage.disk_queue import N_THREADS, REQUEST_BYTES
@@ -225,12 +226,23 @@ def with_drives(
         paths = storage_paths(folders)
     else:
         paths = storage_paths(storage)
+    check_apart(paths)
     figures = [figures_elsewhere(path, machine) for path in paths]
     on_the_way = 0 if request.device == EMULATED else 2 * BUFFERS_BYTES
     found = together(figures, on_the_way + len(paths) * N_THREADS * REQUEST_BYTES)
     found = replace(found, for_parameters=take_parameters(paths))
     files = files_elsewhere(model, found.read_bytes_per_s, request.host_budget_bytes)
     return replace(request, files=files, storage=found if planned else None)
+
+
+def check_apart(paths: Sequence[StoragePath]) -> None:
+    """Raise ArgumentValueError if two paths are one folder of another machine."""
+    for number, path in enumerate(paths):
+        for other in paths[:number]:
+            if same_folder(path.folder, other.folder):
+                raise ArgumentValueError(
+                    f"{os.fspath(other.folder)} and {os.fspath(path.folder)} are the same folder; name each one once"
+                )
 
 
 def figures_elsewhere(path: StoragePath, machine: Hardware) -> PathFigures:

@@ -62,11 +62,7 @@ def _which(schedule: Schedule, part: Part) -> str:
 
 def describe_item(item: str) -> str:
     """Describe an item, such as "gradient of lm_head.weight"; return anything else unchanged."""
-    if not isinstance(item, Item):
-        return item
-    rows = f"[{item.rows[0]}:{item.rows[1]}]" if item.rows else ""
-    of = f" of micro-batch {item.slot + 1}" if item.slot else ""
-    return item.kind.words.format(f"{item.name}{rows}") + of
+    return item.words if isinstance(item, Item) else item
 
 
 def describe_action(action: Action) -> str:

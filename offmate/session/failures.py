@@ -6,6 +6,7 @@ import torch
 
 from ..errors import BudgetExceeded, DeviceError, OffmateError, StorageError
 from ..plans.plan import Plan
+from ..runtime.events import ActionFailed
 from ..runtime.ledger import LimitExceeded
 from ..runtime.operators.checks import OtherPath
 from ..sizes import format_bytes
@@ -25,7 +26,8 @@ def described(
         return BudgetExceeded(f"the iteration would exceed the GPU memory budget: {error}. {_readable(truth)}")
     if isinstance(error, torch.OutOfMemoryError):
         return BudgetExceeded(f"{out_of_memory(device, budget_bytes, plan)}. {_readable(truth)}. ({error})")
-    name = "" if isinstance(error, OtherPath) else f"{type(error).__name__}: "
+    # The other types are for whoever looks for the cause in their own code.
+    name = "" if isinstance(error, OtherPath | ActionFailed | OffmateError) else f"{type(error).__name__}: "
     words = f"the iteration failed: {name}{error}. {_readable(truth)}"
     # The failure of a worker has the original error as its cause.
     causes = (error, error.__cause__)
@@ -51,5 +53,6 @@ def out_of_memory(device: torch.device, budget_bytes: int, plan: Plan | None) ->
 def _readable(truth: Truth) -> str:
     if truth.lost:
         return f"The values in RAM can be read, but {truth.torn_words()}"
-    torn = f"; {truth.torn_words()}" if truth.torn else ""
-    return f"Each parameter can be read, with an optimizer state of the same update{torn}"
+    if truth.torn:
+        return f"Each parameter can be read, with an optimizer state of the same update; {truth.torn_words()}"
+    return "All parameters and optimizer states can be read, and are those of one update"

@@ -30,7 +30,7 @@ def bring(
     after: tuple[Event, ...] = (written[item],) if item in written else ()
     tensors = {key: world.device.empty_like(source) for key, source in sources.items()}
     copies = tuple(_start_in(world, tensors[key], source, after, path) for key, source in sources.items())
-    arrived = UnderWay(f"the copy of {item} to the device", copies) if copies else None
+    arrived = UnderWay(f"the copy of {item.words} to the device", copies) if copies else None
     if not stays:
         world.shared_host.freed(item, arrived)
     return Buffer(tensors, arrived)
@@ -52,7 +52,7 @@ def bring_from_file(world: World, item: Item, like: torch.Tensor, source: BytesI
     """
     target = world.device.empty_like(like)
     read = world.device.read_in(target, source, world.schedule.path_of(item).into)
-    return Buffer({"": target}, UnderWay(f"the copy of {item} from {source.path} to the device", (read,)))
+    return Buffer({"": target}, UnderWay(f"the copy of {item.words} from {source.path} to the device", (read,)))
 
 
 def bring_cast(world: World, item: Item) -> Buffer:
@@ -61,7 +61,7 @@ def bring_cast(world: World, item: Item) -> Buffer:
     after: tuple[Event, ...] = (world.contents.written[item],) if item in world.contents.written else ()
     target, source = world.device.empty_like(home), CastBytes.of(world.host, item.name)
     arrived = world.device.read_in(target, source, world.schedule.path_of(item).into, after)
-    return Buffer({"": target}, UnderWay(f"the copy of {item} to the device", (arrived,)))
+    return Buffer({"": target}, UnderWay(f"the copy of {item.words} to the device", (arrived,)))
 
 
 def send(world: World, item: Item, buffer: Buffer, targets: dict[str, torch.Tensor]) -> None:
@@ -87,7 +87,7 @@ def start_out(
     copies = tuple(_start_out(world, target, source, after, path) for target, source in pairs)
     if not copies:
         return None
-    under_way = world.contents.written[item] = UnderWay(f"the copy of {item} to the {path.tier}", copies)
+    under_way = world.contents.written[item] = UnderWay(f"the copy of {item.words} to the {path.tier}", copies)
     return under_way
 
 

@@ -188,7 +188,7 @@ class StateRing:
             self._written.append(written)
             passing.events += [before, written]
             passing.written.append(written)
-            world.contents.written[item] = UnderWay(f"the write of {item} to its files", (written,))
+            world.contents.written[item] = UnderWay(f"the write of the {item.words} to its files", (written,))
         return before
 
     def values_of(self, name: str) -> tuple[Event, ...]:
@@ -227,7 +227,7 @@ class StateRing:
         piece.tensors = dict(zip(piece.homes, parts))
         piece.param = parts[-1] if piece.in_files else piece.values
         reads = _begun(partial(source.read, raw, 0) for source, raw in zip(stored, memory))
-        return UnderWay(f"the read of {piece.item} from its files", reads)
+        return UnderWay(f"the read of the {piece.item.words} from its files", reads)
 
     def update(self, work: _Work) -> None:
         """Update the rows of a piece, on a worker."""
@@ -260,7 +260,7 @@ class StateRing:
             own = as_in_file(piece.item.name, "values", piece.param, piece.values)
             starts.append(partial(self._stored(piece.values).write, own, 0))
         writes = _begun(starts)
-        return UnderWay(f"the write of {piece.item} to its files", writes)
+        return UnderWay(f"the write of the {piece.item.words} to its files", writes)
 
     def _stored(self, home: torch.Tensor) -> StoredBytes:
         store = self._world.host.store
@@ -281,7 +281,7 @@ class StateRing:
         # What the undone one came after may have failed, which it does not make good.
         for item in self._states.items(name):
             earlier = (self._passing[name].found[item],) if item in self._passing[name].found else ()
-            what = UnderWay(f"putting back the state of {item} in its files", (undone, *earlier))
+            what = UnderWay(f"putting back the {item.words} in its files", (undone, *earlier))
             self._world.contents.written[item] = what
 
     def undone(self, name: str) -> None:

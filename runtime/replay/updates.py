@@ -130,7 +130,7 @@ class Updates:
         contents.grad_adding.pop(name, None)
         updated = UnderWay(f"the update of {name} on the CPU", (under_way,))
         contents.written[items.parameter(name)] = (
-            UnderWay(f"the write of {name} to its files", values) if values else updated
+            UnderWay(f"the write of parameter {name} to its files", values) if values else updated
         )
         self._shared.freed(items.gradient(name), updated)
 

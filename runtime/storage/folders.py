@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import re
 import secrets
@@ -188,7 +189,7 @@ class Folder:
 
     def _locked(self) -> int:
         """Return the handle of the marker, which is locked."""
-        path = self.folder / MARKER
+        path, collected = self.folder / MARKER, False
         while True:
             try:
                 handle = self._files.open(path, os.O_RDWR | os.O_CREAT)
@@ -200,9 +201,13 @@ class Folder:
                 if os.path.samestat(self._files.fstat(handle), self._files.stat(path)):
                     return handle
             except BlockingIOError:
-                words = self._in_use(handle)
-                self._files.close(handle)
-                raise StorageError(words) from None
+                owner = self._owner(handle)
+                if collected or owner != os.getpid():
+                    self._files.close(handle)
+                    raise StorageError(self._in_use(owner)) from None
+                # A model that nobody holds any more may live on in a cycle of references, and its engine with it.
+                gc.collect()
+                collected = True
             except FileNotFoundError:
                 pass
             except OSError as error:
@@ -221,11 +226,18 @@ class Folder:
             f"{self.folder} cannot be stored in: {os.strerror(error.errno or 0)}; name a folder that you may write to"
         )
 
-    def _in_use(self, handle: int) -> str:
+    def _owner(self, handle: int) -> int | None:
+        """Return which process the marker names."""
         text = _MARKER_TEXT.fullmatch(self._marker_text(handle))
-        who = f"process {int(text[1])}" if text else "another process"
-        if text and int(text[1]) == os.getpid():
-            who = "this process, in another engine,"
+        return int(text[1]) if text else None
+
+    def _in_use(self, owner: int | None) -> str:
+        if owner == os.getpid():
+            return (
+                f"another model of this process stores in {self.folder}; delete that model and its optimizer, or name "
+                "another folder"
+            )
+        who = "another process" if owner is None else f"process {owner}"
         return f"{who} stores in {self.folder}; wait until it has ended, or name another folder"
 
     def _marker_text(self, handle: int) -> bytes:

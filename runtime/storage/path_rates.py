@@ -49,10 +49,15 @@ def path_rates(
             "are measured"
         )
     reads, writes = found["read"], found["write"]
-    together = found.get("both", 2 / (1 / reads + 1 / writes))
+    together = found.get("both", in_turns(reads, writes))
     if together > _SLACK * (reads + writes) or together < min(reads, writes) / 2 / _SLACK:
         _warn(folder, reads, writes, together)
     return reads, writes, together
+
+
+def in_turns(read: float, write: float) -> float:
+    """Return the rate of both, in bytes per second, of a disk on which reads and writes take turns."""
+    return 2 / (1 / read + 1 / write)
 
 
 @functools.cache  # once

@@ -51,6 +51,13 @@ def test_drives_that_a_plan_does_not_use_change_nothing(tmp_path):
     assert repr(machine(tmp_path, [row()])) == repr(load(str(path)))
 
 
+def test_a_drive_without_a_rate_of_both_takes_turns(tmp_path):
+    drive = row(read_bytes_per_s=rate(6e9), write_bytes_per_s=rate(2e9))
+    del drive["both_bytes_per_s"]
+    (found,) = machine(tmp_path, [drive]).drives
+    assert found.both_bytes_per_s == pytest.approx(3e9)
+
+
 @pytest.mark.parametrize(
     ("storage", "said"),
     [
@@ -60,7 +67,7 @@ def test_drives_that_a_plan_does_not_use_change_nothing(tmp_path):
         ([row(), row("/mnt/other", write=rate(1))], r"storage\[1\]: 'write' is not known"),
         ([row(write_bytes_per_s=rate(0))], r"storage\[0\]: write_bytes_per_s is 0; it must be a number, 1 or more"),
         ([row(write_bytes_per_s={"value": 1e9})], "must be {\"value\": number, \"source\": text}"),
-        ([{"folder": "/mnt/nvme", "read_bytes_per_s": rate(7e9)}], "write_bytes_per_s must be"),
+        ([{"folder": "/mnt/nvme", "read_bytes_per_s": rate(7e9)}], "write_bytes_per_s must be .*, and is missing"),
         ([row(), row("/mnt/nvme/")], "storage names /mnt/nvme twice"),
     ],
 )  # fmt: skip

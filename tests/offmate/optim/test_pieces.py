@@ -228,7 +228,7 @@ def test_a_piece_whose_copy_fails(direction, in_pieces, monkeypatch):
             return self._lane(link).submit(fails, after) if piece else start(self, target, source, after, link)
 
         patch.setattr(EmulatedDevice, direction, broken)
-        with pytest.raises(offmate.OffmateError, match=r"the copy of s:.*the link broke"):
+        with pytest.raises(offmate.OffmateError, match=r"the copy of optimizer state of .*the link broke"):
             loop.steps(2, 4)
     assert set(updates(loop).values()) <= {1, 2, 3, 4}
     check_goes_on(loop, 3)

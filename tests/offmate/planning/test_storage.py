@@ -230,6 +230,7 @@ def test_a_folder_on_the_command_line_has_the_rates_of_the_file(listed):
     [
         (["/mnt/other"], "--storage /mnt/other: the rates of that folder's drive are not known, since"),
         (["/mnt/fast", "3GB/s"], "only the rate of reads, 3GB/s; write READ,WRITE for each"),
+        (["/mnt/fast", "/mnt/./fast"], "/mnt/fast and /mnt/./fast are the same folder; name each one once"),
     ],
 )
 def test_drives_that_cannot_be_planned_with(listed, capsys, verb, words, said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -441,9 +442,21 @@ def test_paths_that_cannot_be_used(tmp_path, path):
     with pytest.raises(offmate.OffmateError, match="needs optimizer="):
         offmate.compile(model, GPU_BUDGET, device="emulated", storage=path)
     first = compiled(path)
-    with pytest.raises(offmate.StorageError, match="this process, in another engine, stores in"):
+    with pytest.raises(offmate.StorageError, match="another model of this process stores in"):
         compiled(path)
     del first
+
+
+def test_a_model_that_nobody_holds_gives_its_folder_back(path):
+    """As in a notebook whose cell runs again."""
+    gc.disable()
+    try:
+        pair = compiled(path)
+        train(*pair, range(1))
+        del pair
+        train(*compiled(path), range(1))
+    finally:
+        gc.enable()
 
 
 def test_too_small_a_disk_is_named_before_the_first_step(path, monkeypatch):

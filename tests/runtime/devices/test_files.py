@@ -148,7 +148,7 @@ class OnAnyDevice:
             _, arrived = drive.read(place, source, after=(written,))
             assert left is written or left.synchronize() is None  # the copies were made
             for _ in range(2):
-                with pytest.raises(ActionFailed, match=rf"the copy of s:w failed: StorageError: .*{tmp_path}.*error"):
+                with pytest.raises(ActionFailed, match=rf"the copy of s:w failed: .*{tmp_path}.*error"):
                     UnderWay("the copy of s:w", (written,)).synchronize()
             for event in (written, arrived):
                 with pytest.raises(StorageError, match=r"Input/output error"):

@@ -50,7 +50,7 @@ def test_a_folder_that_another_process_stores_in_is_refused_and_its_process_is_n
 
 
 def test_two_engines_of_one_process_do_not_share_a_folder(tmp_path):
-    with engine_on(tmp_path), pytest.raises(StorageError, match=r"^this process, in another engine, stores in"):
+    with engine_on(tmp_path), pytest.raises(StorageError, match=r"^another model of this process stores in"):
         engine_on(tmp_path)
     engine_on(tmp_path).close()
 
@@ -177,7 +177,7 @@ def test_a_path_that_fails_to_open_unlocks_the_others(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     slow = [Throttle(1e9, 1e9), Throttle(1e9, 1e9)]
-    with engine_on(tmp_path / "b"), pytest.raises(StorageError, match="/b; wait"):
+    with engine_on(tmp_path / "b"), pytest.raises(StorageError, match="/b; delete that model"):
         engine_on(tmp_path / "a", tmp_path / "b", throttles=slow)
     engine_on(tmp_path / "a").close()
 
