@@ -99,6 +99,8 @@ def _size_of_rate(size: str, rate: str) -> int:
         return parse_bytes(size)
     except ArgumentValueError:
         why = " in bytes, but one in bits, because of its lower-case b" if size.strip().endswith("b") else ""
+        if re.match(r"\s*(-|0*\.?0+\s*[A-Za-z]*$)", size):
+            why = " above zero"
         raise ArgumentValueError(f"{rate!r} is not a rate{why}; write {_RATE_EXAMPLES}") from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -23,8 +24,10 @@ from ..files import reason
 from ..libraries import check_installed, library_errors
 from ..progress import quiet, working
 from . import cards, check, doctor, fits, init, plan, profile, show
-from .arguments import Help, count, device, output_file, refuse_unknown, size, with_options
+from .arguments import Help, OptionNames, count, device, output_file, refuse_unknown, size, with_options
 from .finetune import add_parser as add_finetune
+
+log = logging.getLogger("offmate")
 
 _FAILED = 1
 _CANNOT_START = 2
@@ -50,11 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     events = _says_events(argv)
+    names = OptionNames()
+    log.addFilter(names)
     try:
         return _run(argv, events)
     except KeyboardInterrupt as interrupt:
         _say_failed(str(interrupt) or "interrupted", events)
         return _INTERRUPTED
+    finally:
+        log.removeFilter(names)
 
 
 def _run(argv: Sequence[str], events: bool) -> int:

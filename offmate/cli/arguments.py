@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -27,11 +28,24 @@ _OPTIONS = (
     (re.compile(r"Config\(updates='auto'\)"), "a new run"),
     (re.compile(r"\(Config\(updates=Split\(\.\.\.\)\), a checkpoint's split, or that of the session's first plan\)"),
      "by the checkpoint"),
-    (re.compile(r"\(storage=\)"), "(--storage)"),
+    (re.compile(r"storage=('[^']*') is a rate, and training needs a folder: .*"),
+     r"--storage \1 is a rate, and a folder on that drive is needed, such as /mnt/nvme/offmate"),
+    (re.compile(r"storage=(?='[^']*' names no folder)"), "--storage "),
+    (re.compile(r"(?<![\w-])storage=(?=[,.;) ]|$)"), "--storage"),
+    (re.compile(r", or give its rates: offmate\.StoragePath\(folder, read=\.\.\., write=\.\.\.\)"), ""),
     (re.compile(r'Config\(accumulation_order="by batch"\)'), "--order by-batch"),
     (re.compile(r"(?<=--order by-batch without )micro_batches_per_pass=(\d+)"), r"--micro-batches-per-pass \1"),
     (re.compile(r"(?<![\w-])(gpu|cpu)_budget"), r"--\1-budget"),
 )  # fmt: skip
+
+
+class OptionNames(logging.Filter):
+    """Lets log lines name the command line's options."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Rewrite a line; all of them pass."""
+        record.msg, record.args = with_options(record.getMessage()), ()
+        return True
 
 
 class Help(argparse.HelpFormatter):

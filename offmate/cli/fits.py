@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _DOES_NOT_FIT = 1
 _TOY = "tiny-"  # shapes for trying commands, which nobody trains
+_WITH_FILES = 3  # times as long, where states may lie in files
 _LAYER_S = 1.0  # about what a model takes per layer on two cores, if its rows have to be worked out
 _EXAMPLES = """examples:
   offmate fits --card rtx3060 --ram 32GiB
@@ -76,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     screen = console(arguments.quiet)
     table = FitsTable(screen, arguments, machine)
     layers = [configurations[model].num_hidden_layers for model, _ in asked if known[model] is None]
-    table.begin(len(models), sum(layers) * _LAYER_S, has_adapters())
+    per_layer_s = _LAYER_S * (_WITH_FILES if arguments.storage else 1)
+    table.begin(len(models), sum(layers) * per_layer_s, has_adapters())
     rows: list[Row] = []
     for model, shape in asked:
         found = []

@@ -244,7 +244,7 @@ def _plan(arguments: argparse.Namespace, training: Training, machine: Hardware) 
         return _DOES_NOT_FIT
     if arguments.json is not None:
         plan.save(arguments.json)
-    print_plan(screen, plan, offers=arguments.what_if, headline=headline)
+    print_plan(screen, plan, offers=arguments.what_if, headline=headline, drives=bool(arguments.storage))
     return 0
 
 

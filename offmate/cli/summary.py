@@ -36,6 +36,7 @@ _WORDS = {
 _BESIDE_BAR = {False: 34, True: 46}  # screen columns beside the bar, without and with the RAM's
 _UNLIMITED_BYTES = 2**60  # a RAM budget beyond this was not named
 _USUAL_RAM_BYTES = 32 << 30
+_TIMES = 9.0  # parts above which an overhead is written as a factor
 _BUSY = 0.7  # a resource that works for at least this part of a phase is named
 
 
@@ -46,12 +47,13 @@ def print_plan(
     offers: bool = False,
     every_block: bool = False,
     headline: str = "",
+    drives: bool = False,
 ) -> None:
     """Print a plan; the first line says how much memory it needs.
 
     Parameters
     ----------
-    headline: what is planned, if known.
+    headline: what is planned, if known. drives: whether drives were named.
     offers: also solve for what other changes would gain.
     every_block: print a row per set of blocks that are treated alike, instead of per class.
     """
@@ -59,6 +61,8 @@ def print_plan(
     if headline:
         console.print(headline, markup=False)
     rows = list(summary(plan))
+    if drives and not plan.read_bytes and not any(plan.stored_bytes):
+        rows.append(("storage", "not used: this plan needs no files"))
     if plan.problem is not None:
         rows += _limit_rows(plan.limits(offers))
     console.print(pairs(rows))
@@ -185,6 +189,8 @@ def _overhead(part: float, endless: str) -> str:
     faster = _percent(-part)
     if part < 0 and faster != "0 %":
         return f"{faster.lstrip('+')} faster than with {unlimited}, because the CPU makes some of the updates"
+    if part > _TIMES:
+        return f"{part + 1:.0f} times as long as with {unlimited}"
     return f"{_percent(part)} over {unlimited}"
 
 

@@ -184,7 +184,7 @@ class Preview:
         if needed <= has or self.settings.storage:
             # The plan is one for more RAM, which keeps nothing in files. The reason follows in the refusal.
             drives = ", also with optimizer states in files" if self.settings.storage else ""
-            return f"does not fit {budget} of GPU memory and {format_bytes(has)} of RAM{drives}"
+            return f"does not fit {budget} of GPU memory and {format_bytes(has)} of RAM{drives}; with more RAM:"
         whose = "free" if self.short_of_bytes is None else "(cpu_budget)"
         return (
             f"does not fit: with {budget} of GPU memory, training needs about {format_least_bytes(needed)} of RAM, and "

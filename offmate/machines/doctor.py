@@ -20,7 +20,8 @@ from .links import measure_link
 
 _NEEDED = ("torch", "pulp", "highspy", "ortools", "networkx", "rich")
 _EXTRAS = (
-    "transformers", "peft", "accelerate", "safetensors", "pyyaml", "matplotlib", "pandas", "tensorboard", "wandb",
+    "transformers", "peft", "accelerate", "safetensors", "xxhash", "pyyaml", "matplotlib", "pandas", "tensorboard",
+    "wandb",
 )  # fmt: skip
 _UNLIMITED_BYTES = 2**62
 _PROBE_BYTES = 1 << 30

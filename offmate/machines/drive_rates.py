@@ -87,7 +87,7 @@ def check_drives(paths: Sequence[StoragePath]) -> None:
     with Engine(paths):
         pass  # it says what is wrong with them
     for path in paths:
-        _check_free(path, 2 * PROBE_BYTES)
+        check_free(path, 2 * PROBE_BYTES)
 
 
 def most_bytes(path: StoragePath) -> int:
@@ -95,16 +95,24 @@ def most_bytes(path: StoragePath) -> int:
 
     Raises: StorageError if too little is free to get past any cache.
     """
-    return min(_check_free(path, _SHARE * _LEAST_BYTES) // _SHARE, _MOST_BYTES)
+    return min(check_free(path, _SHARE * _LEAST_BYTES) // _SHARE, _MOST_BYTES)
 
 
-def _check_free(path: StoragePath, least_bytes: int) -> int:
+def check_free(path: StoragePath, least_bytes: int, otherwise: str = "") -> int:
+    """Return the free bytes of a path's disk.
+
+    Parameters
+    ----------
+    least_bytes: that measuring it takes. otherwise: what else to try, for the message.
+
+    Raises: StorageError if less is free.
+    """
     folder = Path(path.folder)
     free = SystemFiles().free_bytes(folder)
     if free < least_bytes:
         raise StorageError(
             f"{format_bytes(free)} are free in {folder}, and measuring it needs {format_bytes(least_bytes)}; free "
-            "space there, or name a folder on a larger disk"
+            f"space there, or name a folder on a larger disk{otherwise}"
         )
     return free
 

@@ -113,6 +113,8 @@ class Updater:
         plain_s, fused_s = (
             self._times(like, {**_hyper(group), **form}, _CPU, None).update_s for form in ({}, {"fused": True})
         )
+        if fused_s >= plain_s:
+            return
         log.info(
             "%s updates as plain PyTorch does on a CPU, since neither fused nor foreach was given. With %s(..., "
             "fused=True), an update took %.2g s instead of %.2g s here (a tensor of %d elements), with the numbers of "

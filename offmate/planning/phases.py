@@ -16,7 +16,7 @@ _ROUNDING = "algorithm 1"  # the solver's name of the first pass of a search
 def searching(say: Progress) -> Callable[[Gain], None]:
     """Report the phases of planning in the solver.
 
-    It searches again where the RAM's rate limits copies and updates, where RAM is full, and where more may lie in files.
+    It searches again where the RAM's rate limits copies and updates, if RAM is full, and if more may lie in files.
 
     Returns: what takes note of the gain of a pass; the first pass of a search rounds the solution.
     """

@@ -20,6 +20,7 @@ from ..split import Split
 from .request import Request
 from .storage import usual_drive
 
+_LARGE = 0.1  # of the RAM
 _AMPLE_BYTES = 2**44  # more than any machine has, and few enough for the solver's arithmetic
 
 
@@ -38,7 +39,10 @@ def refusal(lowered: Lowered, request: Request, fixed: int, elsewhere: bool = Fa
         return InfeasibleBudget(
             f"{format_bytes(host_budget_bytes)} of RAM is not enough: even with unlimited GPU memory, training needs "
             f"{format_least_bytes(least.bytes)}. Raise cpu_budget or free RAM, choose an optimizer "
-            "with less state, or freeze a part of the model" + _drive_words(problem, request, fixed, elsewhere) + sides,
+            "with less state, or freeze a part of the model"
+            + _buffer_words(request)
+            + _drive_words(problem, request, fixed, elsewhere)
+            + sides,
             budget_bytes=budget_bytes,
         )
     needed = least.bytes + fixed
@@ -60,7 +64,7 @@ def refusal(lowered: Lowered, request: Request, fixed: int, elsewhere: bool = Fa
     if alone < needed:
         host_words = (
             f". With more RAM than the {format_bytes(host_budget_bytes)} of cpu_budget, {format_least_bytes(alone)} of "
-            "GPU memory is enough"
+            f"GPU memory is enough{_buffer_words(request)}"
         )
     given, least_words = _beside(budget_bytes, needed)
     return InfeasibleBudget(
@@ -81,6 +85,17 @@ def _beside(budget_bytes: int, least_bytes: int) -> tuple[str, str]:
     if (least_bytes - budget_bytes) * 100 > least_bytes:
         return given, least
     return f"{given} ({budget_bytes:,} bytes)", f"{least} ({least_bytes:,} bytes)"
+
+
+def _buffer_words(request: Request) -> str:
+    """Say how much RAM copies to and from storage paths take, if that is a large part of it; else empty."""
+    files = request.storage
+    if files is None or files.buffers_bytes < _LARGE * request.host_budget_bytes:
+        return ""
+    buffers, n_paths = format_bytes(files.buffers_bytes), len(files.paths)
+    if n_paths == 1:
+        return f". Copies to and from the storage path take {buffers} of RAM for buffers"
+    return f". Copies to and from {n_paths} storage paths take {buffers} of RAM for buffers, and fewer paths take less"
 
 
 def _drive_words(problem: Problem, request: Request, fixed: int, elsewhere: bool) -> str:

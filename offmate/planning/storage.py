@@ -15,7 +15,7 @@ from ..errors import ArgumentTypeError, ArgumentValueError
 from ..lowering.frozen_files import FrozenFiles
 from ..lowering.state_files import StateFiles, StatePath
 from ..machines.devices import EMULATED, accelerator
-from ..machines.drive_rates import PROBE_BYTES
+from ..machines.drive_rates import PROBE_BYTES, check_free
 from ..machines.drives import same_folder
 from ..machines.hardware import Hardware
 from ..runtime.devices.ring import BUFFERS_BYTES
@@ -148,6 +148,7 @@ def figures_of(path: StoragePath) -> PathFigures:
     """
     folder, found = Path(os.fspath(path.folder)), path.rates
     if found is None:
+        check_free(path, 2 * PROBE_BYTES, ", or give its rates: offmate.StoragePath(folder, read=..., write=...)")
         measured = rates(path, PROBE_BYTES)
         found = measured.read_bytes_per_s, measured.write_bytes_per_s, measured.both_bytes_per_s
         read, write, both = (format_bytes(int(rate)) for rate in found)

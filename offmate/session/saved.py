@@ -123,8 +123,11 @@ def load_checkpoint(
     check_pair(model, optimizer)
     if not path.is_dir():
         raise OffmateError(f"there is no checkpoint {path}: it is not a folder")
+    there = [name for name in (MODEL, OPTIMIZER) if (path / name).exists()]
+    if not there and not (path / MANIFEST).exists():
+        raise OffmateError(f"{path} is no checkpoint of offmate.save_checkpoint: it has no {MANIFEST} and no {MODEL}")
     for name in (MODEL, OPTIMIZER):
-        if not (path / name).exists():
+        if name not in there:
             raise missing(path / name)
     saved = load_saved(path)
     if saved is not None:

@@ -203,7 +203,7 @@ def _different_groups(state: Mapping[str, Any], optimizer: torch.optim.Optimizer
 def _different_optimizer(saved: Saved, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     own = _class_of(optimizer)
     if saved.optimizer != own:
-        return f"its optimizer is a {saved.optimizer}, and the one that is given is a {own}"
+        return f"its optimizer is {saved.optimizer}, and the one that is given is {own}"
     for number, (theirs, name) in enumerate(zip(saved.parameters, _names(model, optimizer))):
         if theirs != name:
             return f"parameter {number} of its optimizer is {theirs}, and that of the one that is given is {name}"

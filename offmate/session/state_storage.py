@@ -195,7 +195,7 @@ class StateStorage:
         worst = max(range(len(now)), key=lambda path: now[path].turn_s / self._figures[path].turn_s)
         rate, planned = (format_bytes(int(2 / one.turn_s)) for one in (now[worst], self._figures[worst]))
         return (
-            f"what lies in files now takes {slower:.2f} times as long to read and write as the plan counts with: "
+            f"reads and writes of what lies in files take {slower:.2f} times as long as planned: "
             f"{self._engine.folders[worst]} gives {rate} per second, and {planned} were planned. Steps that wait for "
             "them are slower than predicted. Where that is more than a tenth of a step, the step is planned again "
             "beside training. Started again, a program measures the rates anew unless StoragePath names them"

@@ -76,8 +76,8 @@ class Balance:
     def _say(self, before: Sequence[int], speeds: Sequence[float], moving_bytes: int) -> None:
         after = self._engine.bytes_by_path
         paths = (
-            f"{folder} gets {new / sum(after):.0%} instead of {old / sum(before):.0%} of the bytes, since it reads and "
-            f"writes {format_bytes(int(2 * speed))} per second"
+            f"{folder} gets {100 * new / sum(after):.0f} % of the bytes instead of {100 * old / sum(before):.0f} %, "
+            f"since it reads and writes {format_bytes(int(2 * speed))} per second"
             for folder, old, new, speed in zip(self._engine.folders, before, after, speeds)
         )
         log.info(

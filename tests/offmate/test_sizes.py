@@ -110,7 +110,7 @@ def test_a_rate_is_a_size_per_second(value, expected):
         ("3Gb/s", "bits"),
         ("3GB/h", "not a rate"),
         ("/s", "'/s' is not a rate"),
-        ("-7GB/s", "'-7GB/s' is not a rate; write"),
+        ("-7GB/s", "'-7GB/s' is not a rate above zero; write"),
         ("0GB/s", "not a rate"),
         (0, "not positive"),
         (-1.0, "not positive"),

@@ -13,6 +13,7 @@ import torch
 import offmate
 from offmate import cli
 from offmate.cli import summary
+from offmate.cli.arguments import OptionNames
 from offmate.cli.shapes import batch_for, build, names, optimizer_for
 from offmate.errors import OffmateError
 from offmate.planning import storage
@@ -405,6 +406,29 @@ def test_a_batch_is_a_number_or_auto(monkeypatch, cache, capsys):
     with pytest.raises(SystemExit):
         run(monkeypatch, cache, "tiny-llama", "--batch", "many")
     assert "or auto" in capsys.readouterr().err
+
+
+def test_drives_that_no_plan_needs_are_named(monkeypatch, cache, capsys):
+    for drives, said in ((["--storage", "7GB/s,5GB/s"], True), ([], False)):
+        assert run(monkeypatch, cache, "tiny-llama", "--batch", "1", "--seq-len", "16", *drives) == 0
+        assert ("storage not used: this plan needs no files" in " ".join(capsys.readouterr().out.split())) == said
+
+
+def test_a_step_that_takes_many_times_as_long_has_no_percentage():
+    assert summary._overhead(0.2, "1 s").startswith("+20.0 % over unlimited GPU memory (1 s")
+    assert summary._overhead(20.1, "1 s").startswith("21 times as long as with unlimited GPU memory (1 s")
+
+
+def test_log_lines_name_options(caplog):
+    log, options = logging.getLogger("offmate"), OptionNames()
+    log.addFilter(options)
+    try:
+        log.error("raise %s, or name a folder on a drive with storage=, so that states go there", "cpu_budget")
+    finally:
+        log.removeFilter(options)
+    assert caplog.messages == [
+        "raise --cpu-budget, or name a folder on a drive with --storage, so that states go there"
+    ]
 
 
 def test_parameters_may_lie_on_drives_as_offmate_plan_has_it(monkeypatch, cache, tmp_path, capsys):

@@ -130,7 +130,7 @@ def test_drives_that_cannot_be_measured(drive, tmp_path, monkeypatch, capsys):
         ([tmp_path / "absent"], "absent is not a folder; make it, or name another one"),
         ([drive, drive], "are the same folder; name each one once"),
         ([drive, other], "are on the same disk"),
-        (["3GB/s"], "is a rate, and training needs a folder"),
+        (["3GB/s"], "is a rate, and a folder on that drive is needed"),
     ):
         argv = [word for folder in folders for word in ("--storage", str(folder))]
         assert cli.main(["profile", *argv]) == 2

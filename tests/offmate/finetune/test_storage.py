@@ -19,7 +19,8 @@ from offmate.runtime.storage.files import SystemFiles
 from offmate.runtime.storage.measure import PathRates, rates
 
 from offmate import cli
-from offmate.errors import OffmateError
+from offmate.errors import OffmateError, StorageError
+from offmate.finetune import loop
 from offmate.finetune.checkpoint import Moment, restore_updates, save_checkpoint
 from offmate.finetune.settings import differences, make_settings, read_yaml
 from offmate.finetune.state_folders import StateFolders, measured
@@ -353,16 +354,34 @@ def test_a_run_that_does_not_fit_with_storage_has_one_reason(base, drive, tmp_pa
     shown, error = (" ".join(text.split()) for text in (captured.out, captured.err))
     assert "does not fit 352 KiB of GPU memory and 100 KiB of RAM, also with optimizer states in files" in shown
     assert "training needs" not in shown and error.count("100 KiB") == 1
+    assert "of RAM for buffers" in error and "with more RAM:" in shown
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_run_whose_drive_fails_says_how_it_goes_on(base, drive, tmp_path, monkeypatch, capsys, step):
+    own, output = loop._step, tmp_path / "out"
+
+    def failing(run: Any, number: int, *rest: Any) -> Any:
+        if number == step:
+            raise StorageError("the drive has a fault")
+        return own(run, number, *rest)
+
+    monkeypatch.setattr(loop, "_step", failing)
+    assert cli.main([word for word in usual(base, output, storage=drive) if word != "--json"]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    resume = f". Continue from it with: offmate finetune --output {output} --resume"
+    assert "offmate: the drive has a fault" in said
+    assert (f"The last checkpoint is {output}/checkpoints/step-00000002{resume}" in said) == (step == 3)
 
 
 def test_too_small_a_drive_is_a_doubt(base, drive, tmp_path, monkeypatch):
     own = SystemFiles.free_bytes
-    monkeypatch.setattr(SystemFiles, "free_bytes", lambda self, folder: min(own(self, folder), 1 << 14))
+    monkeypatch.setattr(SystemFiles, "free_bytes", lambda self, folder: min(own(self, folder), 1 << 17))
     said = finetune(usual(base, tmp_path / "out", storage=drive, dry_run=True))
     (doubt,) = (doubt for event in said if event["event"] == "plan" for doubt in event["doubts"])
     assert re.match(
         rf"optimizer states need \d+ KiB in {drive}, which also gets \d+ KiB of the output, for those in use and in 2 "
-        r"checkpoints, and there is room for 15\.7 KiB; free space there, keep fewer checkpoints",
+        r"checkpoints, and there is room for 125 KiB; free space there, keep fewer checkpoints",
         doubt,
     )
 
@@ -377,7 +396,7 @@ def test_too_small_a_drive_is_a_doubt(base, drive, tmp_path, monkeypatch):
         (["drive/mine.txt"], 1, "drive/mine.txt is not a folder"),
         (["drive", "drive"], 2, "/drive are the same folder; name each one once"),
         (["drive", "same"], 2, "are on the same disk"),
-        (["7GB/s"], 2, "storage='7GB/s' is a rate, and training needs a folder"),
+        (["7GB/s"], 2, "--storage '7GB/s' is a rate, and a folder on that drive is needed"),
         ([""], 2, "storage is ''; name a folder such as /mnt/nvme/offmate"),
     ],
 )
@@ -404,9 +423,7 @@ def test_a_folder_that_is_not_writable_is_refused(base, drive, tmp_path, monkeyp
 
 def test_a_folder_that_another_run_stores_in_is_refused(base, drive, tmp_path, capsys):
     with Engine([SimpleNamespace(folder=drive)]):  # type: ignore[list-item]
-        assert f"stores in {drive}; wait until it has ended" in refused(
-            usual(base, tmp_path / "out", storage=drive), capsys
-        )
+        assert f"stores in {drive}; delete that model" in refused(usual(base, tmp_path / "out", storage=drive), capsys)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

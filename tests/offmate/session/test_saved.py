@@ -231,7 +231,7 @@ def other_pair(kind: str) -> tuple[Any, Any]:
     [
         ("shape", r"layers\.2\.weight has shape \(192, 192\) in the checkpoint and \(384, 192\) in the model"),
         ("lacks", r"the checkpoint has layers\.3\.bias, which the model lacks"),
-        ("class", "its optimizer is a AdamW, and the one that is given is a SGD"),
+        ("class", "its optimizer is AdamW, and the one that is given is SGD"),
         ("groups", r"its optimizer has groups of \[16\] parameters, and the one that is given has groups of \[3, 13\]"),
         ("order", r"parameter 0 of its optimizer is layers\.0\.weight, and that of the one .* is layers\.7\.bias"),
     ],

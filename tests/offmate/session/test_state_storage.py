@@ -447,6 +447,18 @@ def test_paths_that_cannot_be_used(tmp_path, path):
     del first
 
 
+@pytest.mark.parametrize("n_paths", [1, 2])
+def test_a_refusal_says_how_much_ram_the_buffers_of_drives_take(n_paths):
+    model, optimizer = made()
+    drives = [offmate.StoragePath(f"/mnt/{number}", "7GB/s", "5GB/s") for number in range(n_paths)]
+    with pytest.raises(offmate.InfeasibleBudget) as refused:
+        offmate.plan(model, GPU_BUDGET, optimizer=optimizer, cpu_budget="2MiB", storage=drives, hardware="rtx3060",
+                     example_inputs=(batch(0),))  # fmt: skip
+    of = {1: "the storage path take", 2: "2 storage paths take"}[n_paths]
+    assert f". Copies to and from {of} " in str(refused.value)
+    assert ("fewer paths take less" in str(refused.value)) == (n_paths > 1)
+
+
 def test_a_model_that_nobody_holds_gives_its_folder_back(path):
     """As in a notebook whose cell runs again."""
     gc.disable()

@@ -55,8 +55,8 @@ def test_a_slow_path_gives_bytes_away_after_three_iterations(lines):
     after(paths, 1, balance)
     assert paths.asked == [[0.667, 0.333]]
     (line,) = lines()
-    assert "/mnt/0 gets 67% instead of 50% of the bytes, since it reads and writes 1.91 MiB per second" in line
-    assert "/mnt/1 gets 33% instead of 50%" in line and "163 KiB move when they are written next" in line
+    assert "/mnt/0 gets 67 % of the bytes instead of 50 %, since it reads and writes 1.91 MiB per second" in line
+    assert "/mnt/1 gets 33 % of the bytes instead of 50 %" in line and "163 KiB move when they are written next" in line
     after(paths, 50, balance)
     assert len(paths.asked) == 1 and len(lines()) == 1
 
