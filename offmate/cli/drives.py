@@ -94,7 +94,7 @@ def asked_paths(folders: Sequence[str], sustained: bool, yes: bool) -> dict[Stor
         return {}
     paths = storage_paths(folders)
     try:
-        check_drives(paths)
+        check_drives(paths, sustained)
         amounts = {path: most_bytes(path) if sustained else 0 for path in paths}
     except StorageError as error:
         raise ArgumentValueError(str(error)) from None
@@ -148,7 +148,8 @@ def show_drives(screen: Console, drives: Sequence[Measured]) -> None:
     for one in drives:
         if one.sustained is not None:
             screen.print(f"{one.drive.folder}: {one.words}.", markup=False)
-            screen.print(f"In Python: {_as_argument(one.drive)}", markup=False, soft_wrap=True)  # to be copied
+    if sustained := [one.drive for one in drives if one.sustained is not None]:
+        screen.print(f"In Python: {_as_argument(sustained)}", markup=False, soft_wrap=True)  # to be copied
     if any(one.sustained is None for one in drives):
         screen.print(
             f"Measured with {_probe()}, which a drive's cache may hold; --sustained measures past it.", markup=False
@@ -161,9 +162,13 @@ def _probe() -> str:
     return format_bytes(PROBE_BYTES)
 
 
-def _as_argument(drive: Drive) -> str:
-    rates = ", ".join(f"{name}={_rate(getattr(drive, f'{name}_bytes_per_s'))!r}" for name in ("read", "write", "both"))
-    return f"storage=offmate.StoragePath({drive.folder!r}, {rates})"
+def _as_argument(drives: Sequence[Drive]) -> str:
+    paths = []
+    for drive in drives:
+        named = {name: _rate(getattr(drive, f"{name}_bytes_per_s")) for name in ("read", "write", "both")}
+        rates = ", ".join(f"{name}={rate!r}" for name, rate in named.items())
+        paths.append(f"offmate.StoragePath({drive.folder!r}, {rates})")
+    return f"storage={paths[0]}" if len(paths) == 1 else f"storage=[{', '.join(paths)}]"
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -78,8 +78,8 @@ class Measured:
         return self.drive.write_bytes_per_s
 
 
-def check_drives(paths: Sequence[StoragePath]) -> None:
-    """Look whether all paths can be stored in together, and have room to be measured.
+def check_drives(paths: Sequence[StoragePath], sustained: bool = False) -> None:
+    """Look whether all paths can be stored in together, and have room to be measured, past their caches if asked.
 
     Raises: StorageError for a folder that is missing, in use, too full or cannot be written to, ArgumentValueError for
     two on one disk.
@@ -87,7 +87,7 @@ def check_drives(paths: Sequence[StoragePath]) -> None:
     with Engine(paths):
         pass  # it says what is wrong with them
     for path in paths:
-        check_free(path, 2 * PROBE_BYTES)
+        check_free(path, _SHARE * _LEAST_BYTES if sustained else 2 * PROBE_BYTES)
 
 
 def most_bytes(path: StoragePath) -> int:

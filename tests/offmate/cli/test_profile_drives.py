@@ -12,7 +12,9 @@ from offmate.runtime.storage import measure
 from offmate.runtime.storage.files import SystemFiles
 
 from offmate import cli
+from offmate.cli.drives import _as_argument
 from offmate.machines import benchmark, drive_rates
+from offmate.machines.drives import Drive
 from offmate.machines.hardware import load
 
 MACHINE = json.loads((resources.files("offmate") / "machines" / "emulated.json").read_text())
@@ -94,6 +96,14 @@ def test_a_drive_is_written_to_past_its_cache_when_somebody_agrees(drive, tmp_pa
     assert found.write_bytes_per_s == 8192e3
     assert "sustained: writes fell" in json.loads(path.read_text())["storage"][0]["write_bytes_per_s"]["source"]
     assert list(drive.iterdir()) == []
+
+
+def test_several_drives_are_one_argument():
+    one, other = Drive("/a", 2e9, 1e9, 1.5e9), Drive("/b", 4e9, 3e9, 3.5e9)
+    first = "offmate.StoragePath('/a', read='2GB/s', write='1GB/s', both='1.5GB/s')"
+    second = "offmate.StoragePath('/b', read='4GB/s', write='3GB/s', both='3.5GB/s')"
+    assert _as_argument([one]) == f"storage={first}"
+    assert _as_argument([one, other]) == f"storage=[{first}, {second}]"
 
 
 def test_nothing_is_written_when_the_answer_is_no_or_nobody_answers(drive, monkeypatch, capsys):
