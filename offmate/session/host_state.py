@@ -291,6 +291,11 @@ class Truth:
                 f"in the optimizer's state of {name} {what}, but the plan counts the bytes of states. Write into the "
                 "tensor instead, or clear the state; this state was restored"
             )
+        try:
+            self.states.check_taken()
+        except ProtocolError:
+            self.states.refuse(changed)
+            raise
         for name in changed:
             self.host.states_written(name)
         written, replaced = self.states.changed_copies(changed)

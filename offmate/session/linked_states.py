@@ -191,6 +191,21 @@ def all_taken_out(
 
 
 @contextlib.contextmanager
+def alone_with(session: Any) -> Iterator[None]:
+    """Let no other thread train in the body.
+
+    Parameters
+    ----------
+    session: of the compiled model; None for a model that is not compiled.
+    """
+    if session is None or session.process.is_forked:
+        yield
+        return
+    with session.lock:
+        yield
+
+
+@contextlib.contextmanager
 def handing_out_none(session: Any) -> Iterator[None]:
     """Read the optimizer's states in the body, which gives nobody a tensor that could be written to later.
 
@@ -240,6 +255,11 @@ def make_room(session: Any) -> None:
     store = None if session is None else session.truth.host.store
     if store is not None:
         store.make_room()
+
+
+def folders_of(session: Any) -> list[Path]:
+    """Return the storage paths of a compiled model; none for one that has none, or that is not compiled."""
+    return [] if session is None else [path.folder for path in session.storage.paths]
 
 
 def session_of(model: Any) -> Any:

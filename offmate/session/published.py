@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import Any
 
 import torch
 
+from ..errors import ProtocolError
 from ..optim.masters import MASTER, was_written
 from ..optim.updater import Updater
+from ..runtime.devices.pinned import flat_bytes
 from ..runtime.layouts import on_storage
 from ..runtime.replay.binding import HostState
 from ..runtime.replay.contents import is_bulk
@@ -117,14 +121,19 @@ class Published:
                 self._adopt_one(param, name, self._visible.get(param) or {})
 
     def adopt_all(self) -> None:
-        """Adopt all visible states as the current ones, as after a state was loaded."""
+        """Adopt all visible states as the current ones, as after a state was loaded. Raises: as `check_taken`."""
+        self.check_taken()
         for param, name in self._updater.names.items():
             self._adopt_one(param, name, self._visible.get(param) or {})
 
     def refuse(self, names: tuple[str, ...]) -> None:
         """Show the host's states again, instead of the user's changes of these parameters' states."""
+        places = Counter(id(value) for entry in self._visible.values() for value in entry.values())
         for param, name in self._updater.names.items():
             if name in names:
+                entry = self._visible.get(param) or {}
+                for key in [key for key, value in entry.items() if places[id(value)] > 1]:
+                    del entry[key]  # it is another parameter's, too, and cannot show both
                 self._note(param, name)
         self.show()
 
@@ -145,6 +154,37 @@ class Published:
                 if is_bulk(value) and _counted(value) != _counted(before):
                     found[name] = f"{key!r} became {_counted(value)} where it was {_counted(before)}"
         return found
+
+    def check_taken(self) -> None:
+        """Look whether the plan can have the visible states.
+
+        Raises: ProtocolError if states of two parameters have the same bytes, which both updates would change. The same
+        if states may lie in files, where rows of a parameter and of its states lie alike, and one has other strides.
+        """
+        stretches = []
+        for param, name in self._updater.names.items():
+            own = self._of(name)
+            for key, value in (self._visible.get(param) or {}).items():
+                if not is_bulk(value) or value.layout is not torch.strided:
+                    continue
+                like = own[key] if is_bulk(own.get(key)) else param
+                if self._host.store is not None and value.shape == like.shape and value.stride() != like.stride():
+                    raise ProtocolError(
+                        f"the optimizer's state {key!r} of {name} has the strides {value.stride()}, and the plan "
+                        f"counts with {like.stride()}. With storage= they have to be alike, since rows lie in files: "
+                        "give it a tensor like torch.empty_like(parameter).copy_(state)"
+                    )
+                flat = flat_bytes(value)
+                if flat is not None and flat.numel() and not flat.is_meta:
+                    stretches.append((str(flat.device), flat.data_ptr(), flat.data_ptr() + flat.numel(), name, key))
+        stretches.sort()
+        for (where, _, end, one, key), (there, start, _, other, second) in itertools.pairwise(stretches):
+            if where == there and start < end and one != other:
+                raise ProtocolError(
+                    f"the optimizer's states {key!r} of {one} and {second!r} of {other} are the same memory, which "
+                    "plain PyTorch would update twice, one after the other, and a plan at the same time. Give each "
+                    "parameter a tensor of its own (clone it)"
+                )
 
 
 def _counted(value: Any) -> str:

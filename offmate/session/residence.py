@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..errors import OffmateError
+from ..errors import OffmateError, StorageError
 from ..machines.freed import return_freed
 from ..optim.updater import Updater
 from ..planning.request import Request
@@ -125,7 +125,8 @@ class Residence:
             with interrupts.held(), self.pace.working(), self.stream.entered():
                 yield
         except BaseException as error:
-            with interrupts.held(), self.stream.entered():
+            # What cannot be written here stays in memory, and is written before it is needed.
+            with interrupts.held(), self.stream.entered(), contextlib.suppress(StorageError):
                 self.give_up()
             if isinstance(error, OffmateError) or not isinstance(error, Exception):
                 if self.truth.torn:
@@ -144,12 +145,15 @@ class Residence:
         variant, self.active = self.active, None
         if variant is None:
             return
-        lost = variant.executor.abandon()
+        lost = frozenset(variant.updates)  # unless it is known what is
+        try:
+            lost = variant.executor.abandon()
+        finally:
+            if lost:
+                self.truth.note_lost(lost)
+            elif self.updater is not None:
+                self.truth.note_torn(variant.updates)
         self.truth.came_home()
-        if lost:
-            self.truth.note_lost(lost)
-        elif self.updater is not None:
-            self.truth.note_torn(variant.updates)
 
     @alone
     @outside_inference

@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 
@@ -17,13 +18,16 @@ from ..files import as_path, reason
 from ..planning.storage import Folder, storage_paths
 from ..runtime.storage.files import SystemFiles
 from ..runtime.storage.links import remove_files
+from ..sizes import format_bytes
 from .linked_states import (
     BELOW,
     STATES,
     LinkedStates,
     all_taken_out,
+    alone_with,
     check_whole,
     find_linked,
+    folders_of,
     handing_out_none,
     linked_folders,
     make_room,
@@ -39,9 +43,11 @@ from .saved_files import (
     digest_of,
     load_saved,
     missing,
+    original_of,
     removal_began,
     saved_as,
 )
+from .unfinished import aside_of, noted, sweep
 
 log = logging.getLogger("offmate")
 
@@ -70,22 +76,28 @@ def save_checkpoint(folder: str | os.PathLike[str], model: torch.nn.Module, opti
         raise ArgumentValueError(
             f"{target} exists; name a new folder for the checkpoint, or remove that one with offmate.remove_checkpoint"
         )
+    with alone_with(session):
+        _save(target, session, model, optimizer)
+
+
+def _save(target: Path, session: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     check_whole(session)
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    sweep(target.parent)
+    aside, below = aside_of(target), PurePath(BELOW, secrets.token_hex(8), target.name)
     with handing_out_none(session):
         whole = optimizer.state_dict()
     linked = LinkedStates()
     try:
         aside.mkdir(parents=True)
-        below = PurePath(BELOW, secrets.token_hex(8), target.name)
-        state, weights, linked = all_taken_out(session, whole, model.state_dict(), below)
-        torch.save(weights, aside / MODEL)
-        if linked.tensors:
-            linked.save(aside / STATES)
-        torch.save({**state, _MANIFEST: MANIFEST}, aside / OPTIMIZER)
-        saved_as(aside, model, optimizer).save(aside)
-        _sync(aside)
-        os.rename(aside, target)
+        with noted(aside, [path / below for path in folders_of(session)]):
+            state, weights, linked = all_taken_out(session, whole, model.state_dict(), below)
+            _write(weights, aside / MODEL)
+            if linked.tensors:
+                linked.save(aside / STATES)
+            _write({**state, _MANIFEST: MANIFEST}, aside / OPTIMIZER)
+            saved_as(aside, target, model, optimizer).save(aside)
+            _sync(aside)
+            os.rename(aside, target)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         _remove_links(linked)
@@ -98,7 +110,23 @@ def save_checkpoint(folder: str | os.PathLike[str], model: torch.nn.Module, opti
         raise OffmateError(
             f"the checkpoint {target} is written, but may not survive a loss of power: {reason(error)}"
         ) from error
-    make_room(session)
+    try:
+        make_room(session)
+    except StorageError as error:
+        raise StorageError(f"the checkpoint {target} is complete, but training cannot go on: {error}") from error
+
+
+def _write(content: dict[str, Any], file: Path) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        if "enforce fail" not in str(error):  # as PyTorch reports a disk that is full
+            raise
+        free = format_bytes(shutil.disk_usage(file.parent).free)
+        raise OffmateError(
+            f"{file} could not be written, and {free} are free on its disk. Make room there, or name a folder on "
+            "another disk"
+        ) from error
 
 
 def load_checkpoint(
@@ -146,8 +174,9 @@ def load_checkpoint(
     linked.put_into_weights(weights)
     check_fits(path, saved, weights, state, model, optimizer)
     linked.put_into(state)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
+    with alone_with(session_of(model)):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
 
 
 def remove_checkpoint(folder: str | os.PathLike[str], storage: Folder | Sequence[Folder] = ()) -> None:
@@ -164,6 +193,9 @@ def remove_checkpoint(folder: str | os.PathLike[str], storage: Folder | Sequence
     check_own(path)
     try:
         linked = linked_folders(path, _folders(storage), began=removal_began(path))
+        if linked and (original := original_of(path)):
+            log.warning("%s is a copy of %s, which keeps the files on storage paths", path, original)
+            linked = []
         # The optimizer's file goes first, as the sign of a removal that has begun, and last of all the records of what
         # is left to remove: after a failure, it can be repeated.
         (path / OPTIMIZER).unlink(missing_ok=True)

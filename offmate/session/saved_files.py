@@ -29,12 +29,13 @@ class Saved:
     Parameters
     ----------
     optimizer: the name of its class. parameters: their names in the model, in the optimizer's order.
-    files: by name, the bytes and the SHA-256 of each.
+    files: by name, the bytes and the SHA-256 of each. path: where it was written; "" if that is not known.
     """
 
     optimizer: str
     parameters: tuple[str, ...]
     files: Mapping[str, tuple[int, str]]
+    path: str = ""
 
     def save(self, folder: Path) -> None:
         """Write the manifest of a checkpoint."""
@@ -62,10 +63,13 @@ def missing(file: Path) -> StorageError:
     return StorageError(f"{file} is missing, and the checkpoint {file.parent} needs it; {_REMEDY}")
 
 
-def saved_as(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Saved:
-    """Describe a checkpoint whose files are written. Raises: OSError if they cannot be read."""
+def saved_as(folder: Path, target: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Saved:
+    """Describe a checkpoint whose files are written in a folder that will be `target`.
+
+    Raises: OSError if they cannot be read.
+    """
     files = {file.name: (file.stat().st_size, digest_of(file)) for file in sorted(folder.iterdir())}
-    return Saved(_class_of(optimizer), _names(model, optimizer), files)
+    return Saved(_class_of(optimizer), _names(model, optimizer), files, str(target.resolve()))
 
 
 def load_saved(folder: Path) -> Saved | None:
@@ -79,7 +83,8 @@ def load_saved(folder: Path) -> Saved | None:
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}, not {_FORMAT!r}")
         files = {Path(str(name)).name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
-        return Saved(str(content["optimizer"]), tuple(map(str, content["parameters"])), files)
+        names = tuple(map(str, content["parameters"]))
+        return Saved(str(content["optimizer"]), names, files, str(content.get("path", "")))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -125,6 +130,22 @@ def digest_of(file: Path) -> str:
     """Return the SHA-256 of a file. Raises: OSError if it cannot be read."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def original_of(folder: Path) -> Path | None:
+    """Return the checkpoint that a folder is a copy of, if that is still where it was written; else None.
+
+    A copy names the same files on storage paths.
+    """
+    saved = load_saved(folder)
+    if saved is None or not saved.path:
+        return None
+    original = Path(saved.path)
+    try:
+        same = (original / STATES).read_bytes() == (folder / STATES).read_bytes()
+        return original if same and not original.samefile(folder) else None
+    except OSError:
+        return None
 
 
 def check_own(folder: Path) -> None:

@@ -261,6 +261,36 @@ def test_an_interrupt_loses_nothing(path, number):
     check_interrupt(in_files(path), number, steps=1)
 
 
+@pytest.mark.parametrize(
+    ("call", "skip"), [("pwritev", 0), ("pwritev", 20), ("pwritev", 40), ("open", 0), ("open", 10)]
+)
+def test_a_disk_that_fails_after_a_checkpoint_leaves_no_mixture_unsaid(path, tmp_path, monkeypatch, call, skip):
+    """States were read, so that what a checkpoint keeps is looked at again when the failed step is cleared away."""
+    faulty = use_faulty_files(monkeypatch)
+    pair = in_files(path)
+    train(*pair, range(2))
+    pair[1].state_dict()
+    offmate.save_checkpoint(tmp_path / "saved", *pair)
+    left = [skip]
+
+    def from_then_on(real: Callable[..., Any], *args: Any) -> Any:
+        left[0] -= 1
+        return real(*args) if left[0] >= 0 else broken(real, *args)
+
+    faulty.faults[call] = from_then_on
+    with pytest.raises(offmate.StorageError, match="the iteration failed"):
+        train(*pair, range(2, 3))
+    faulty.faults.clear()
+    assert pair[0]._offmate_session.truth.torn
+    with pytest.raises(offmate.OffmateError, match="no checkpoint is written"):
+        offmate.save_checkpoint(tmp_path / "mixed", *pair)
+    offmate.load_checkpoint(tmp_path / "saved", *pair)
+    plain = made()
+    train(*plain, range(2))
+    assert train(*pair, range(2, 4)) == train(*plain, range(2, 4))
+    assert_same(pair, plain)
+
+
 def test_older_memory_that_somebody_holds_is_warned_of(path, caplog):
     (model, optimizer) = made()
     held = [param.data for param in model.parameters()]

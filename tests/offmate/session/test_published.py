@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -192,6 +193,28 @@ def test_momentum_that_was_cleared() -> None:
             state.pop("momentum_buffer")
     assert ours.steps(2, 5) == reference.steps(2, 5)
     assert_same(ours, reference)
+
+
+@pytest.mark.parametrize("way", ["set", "loaded"])
+def test_one_tensor_as_the_state_of_two_parameters_is_refused_by_name(way: str) -> None:
+    loop, reference = trained(steps=2), plain(2)
+    params = [layer.weight for layer in loop.model.layers[:2]]
+    states = [loop.optimizer.state[param] for param in params]
+    order = [id(param) for param in loop.optimizer.param_groups[0]["params"]]
+    numbers = [order.index(id(param)) for param in params]
+    if way == "set":
+        states[0]["exp_avg"] = states[1]["exp_avg"]
+        with pytest.raises(ProtocolError, match=r"states 'exp_avg' of .* and 'exp_avg' of .* are the same memory"):
+            loop.forward(2)
+    else:
+        saved = loop.optimizer.state_dict()
+        first, second = (saved["state"][number] for number in numbers)
+        wrong = {**saved, "state": {**saved["state"], numbers[0]: {**first, "exp_avg": second["exp_avg"]}}}
+        with pytest.raises(ProtocolError, match="are the same memory"):
+            loop.optimizer.load_state_dict(wrong)
+        loop.optimizer.load_state_dict(copy.deepcopy(reference.optimizer.state_dict()))
+    assert loop.steps(2, 4) == reference.steps(2, 4)
+    assert_same(loop, reference)
 
 
 def test_before_the_first_step() -> None:

@@ -6,6 +6,10 @@ import copy
 import errno
 import gc
 import os
+import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from offmate.runtime.storage.files import SystemFiles
 
 import offmate
 from offmate.errors import ArgumentTypeError, ArgumentValueError, OffmateError
+from offmate.session import unfinished
 from offmate.session.saved_files import digest_of
 
 from .test_state_storage import (
@@ -305,6 +310,101 @@ def test_without_the_file_that_says_where_states_are_nothing_is_removed(path, sa
     ):
         offmate.remove_checkpoint(saved)
     assert len(kept(path)) == 1 and (saved / "model.pt").exists()
+
+
+@pytest.mark.parametrize("on_disk", [0, 1])
+def test_what_a_killed_process_left_of_a_checkpoint_goes_with_the_next_one(path, tmp_path, on_disk):
+    """It is killed once its states are linked, or once the checkpoint is complete, which stays."""
+    calls = ("SystemFiles.sync_folder = dies", "os.rename = lambda a, b: (rename(a, b), a.suffix == '.tmp' and dies())")
+    code = f"""
+import os, sys
+from offmate.runtime.storage.files import SystemFiles
+import offmate
+from tests.offmate.session import test_state_storage as kit
+offmate.session.state_storage.Engine = kit.functools.partial(kit.Engine, n_threads=2, request_bytes=1 << 14)
+pair = kit.compiled({str(path.folder)!r})
+kit.train(*pair, range(2))
+rename = os.rename
+def dies(*_):
+    os.kill(os.getpid(), 9)
+{calls[on_disk]}
+offmate.save_checkpoint({str(tmp_path / "killed")!r}, *pair)
+"""
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env={**os.environ, "PYTHONPATH": str(root)})
+    assert done.returncode == -9
+    assert len(kept(path)) == 1 and len(list(tmp_path.glob(".killed.*"))) == 2 - on_disk
+
+    pair = compiled(path)
+    train(*pair, range(2))
+    offmate.save_checkpoint(tmp_path / "next", *pair)
+    assert not list(tmp_path.glob(".killed.*")) and len(kept(path)) == 1 + on_disk
+    assert (tmp_path / "killed").is_dir() == bool(on_disk)
+    for name in ["next", "killed"][: 1 + on_disk]:
+        other, whole = made(), made()
+        offmate.load_checkpoint(tmp_path / name, *other)
+        train(*whole, range(2))
+        assert_same(other, whole)
+
+
+def test_a_checkpoint_that_is_being_written_is_left_alone(path, tmp_path):
+    aside = unfinished.aside_of(tmp_path / "one")
+    aside.mkdir()
+    with unfinished.noted(aside, [Path(path.folder)]):
+        unfinished.sweep(tmp_path)
+        assert aside.is_dir() and len(list(tmp_path.glob(".one.*.links"))) == 1
+    assert not list(tmp_path.glob(".one.*.links"))
+
+
+def test_a_copy_is_removed_without_the_files_of_the_original(path, saved, tmp_path, caplog):
+    shutil.copytree(saved, tmp_path / "copied")
+    with caplog.at_level("WARNING", logger="offmate"):
+        offmate.remove_checkpoint(tmp_path / "copied")
+    assert f"copied is a copy of {saved}, which keeps the files on storage paths" in caplog.text
+    assert not (tmp_path / "copied").exists() and len(kept(path)) == 1
+    offmate.load_checkpoint(saved, *made())
+    moved = saved.rename(tmp_path / "moved")
+    offmate.remove_checkpoint(moved)
+    assert kept(path) == [] and not moved.exists()
+
+
+def test_checkpoints_are_written_by_one_thread_while_another_trains(path, tmp_path):
+    pair, plain, saves, failed = compiled(path), made(), 6, []
+    train(*pair, range(2))
+
+    def save() -> None:
+        try:
+            for number in range(saves):
+                offmate.save_checkpoint(tmp_path / str(number), *pair)
+        except BaseException as error:
+            failed.append(error)
+
+    thread, steps = threading.Thread(target=save), 2
+    thread.start()
+    while thread.is_alive():
+        train(*pair, range(steps, steps + 1))
+        steps += 1
+    assert not failed
+    known = {}
+    for step in range(steps):
+        train(*plain, range(step, step + 1))
+        known[step + 1] = copy.deepcopy((plain[0].state_dict(), plain[1].state_dict()))
+    for number in range(saves):
+        found, like = made(), made()
+        offmate.load_checkpoint(tmp_path / str(number), *found)
+        weights, states = known[int(found[1].state_dict()["state"][0]["step"])]
+        like[0].load_state_dict(weights), like[1].load_state_dict(states)
+        assert_same(found, like)
+
+
+def test_a_disk_without_room_for_weights_is_named(tmp_path, monkeypatch):
+    def full(content: Any, file: Path) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1408 vs 1302")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OffmateError, match=r"model.pt could not be written, and .*B are free on its disk"):
+        offmate.save_checkpoint(tmp_path / "one", *made())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_mixture_of_updates_is_not_saved(path, tmp_path, monkeypatch):

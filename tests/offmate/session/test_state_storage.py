@@ -305,6 +305,27 @@ def test_a_disk_that_stays_broken_is_no_silent_mixture(path, monkeypatch):
     assert_same(pair, plain)
 
 
+@pytest.mark.parametrize("way", ["set", "loaded"])
+def test_states_of_other_strides_are_refused_by_name(path, way):
+    """As those of a model whose weights are transposed; PyTorch's fused update would take their memory as it lies."""
+    pair, plain = compiled(path), made()
+    train(*pair, range(2)), train(*plain, range(2))
+    words = r"'exp_avg' of layers.0.weight has the strides \(1, 192\), and the plan counts with \(192, 1\)"
+    if way == "set":
+        state = next(iter(pair[1].state.values()))
+        state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+        with pytest.raises(offmate.ProtocolError, match=words):
+            train(*pair, range(2, 3))
+    else:
+        saved = copy.deepcopy(pair[1].state_dict())
+        saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].t().contiguous().t()
+        with pytest.raises(offmate.ProtocolError, match=words):
+            pair[1].load_state_dict(saved)
+        pair[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
+    assert train(*pair, range(2, 5)) == train(*plain, range(2, 5))
+    assert_same(pair, plain)
+
+
 def test_master_copies_follow_edited_weights(path):
     make, dtype = KINDS["masters"]
     pair = compiled(path, make, dtype, gpu_budget=BUDGETS["masters"][0], cpu_budget=BUDGETS["masters"][1])
