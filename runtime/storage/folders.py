@@ -237,6 +237,11 @@ class Folder:
                 f"another model of this process stores in {self.folder}; delete that model and its optimizer, or name "
                 "another folder"
             )
+        if owner is not None and not _runs(owner):
+            return (
+                f"process {owner}, which stored in {self.folder}, has ended, but one that it started still runs and "
+                "holds the folder; end that one, or name another folder"
+            )
         who = "another process" if owner is None else f"process {owner}"
         return f"{who} stores in {self.folder}; wait until it has ended, or name another folder"
 
@@ -324,3 +329,13 @@ class Folder:
             f"{path} needs {format_bytes(n_bytes)}, and {free} are free in {self.folder} ({why}); free space there, or "
             "name a folder on a larger disk"
         )
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is somebody else's
+        pass
+    return True

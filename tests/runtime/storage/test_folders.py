@@ -55,6 +55,17 @@ def test_two_engines_of_one_process_do_not_share_a_folder(tmp_path):
     engine_on(tmp_path).close()
 
 
+def test_a_folder_that_a_child_of_an_ended_process_holds_is_explained(tmp_path):
+    """A fork inherits the lock."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with engine_on(tmp_path):
+        marker = tmp_path / MARKER
+        marker.write_text(marker.read_text().replace(f"process {os.getpid()},", f"process {ended.pid},"))
+        with pytest.raises(StorageError, match=rf"^process {ended.pid}, which stored in .*, has ended, but one that "):
+            engine_on(tmp_path)
+
+
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "offmate-0123456789abcdef-000001.tensor").write_text("of another run, or mine")
