@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -148,7 +149,8 @@ def figures_of(path: StoragePath) -> PathFigures:
     """
     folder, found = Path(os.fspath(path.folder)), path.rates
     if found is None:
-        check_free(path, 2 * PROBE_BYTES, ", or give its rates: offmate.StoragePath(folder, read=..., write=...)")
+        with contextlib.suppress(OSError):  # opening it says what is wrong
+            check_free(path, 2 * PROBE_BYTES, ", or give its rates: offmate.StoragePath(folder, read=..., write=...)")
         measured = rates(path, PROBE_BYTES)
         found = measured.read_bytes_per_s, measured.write_bytes_per_s, measured.both_bytes_per_s
         read, write, both = (format_bytes(int(rate)) for rate in found)

@@ -215,7 +215,7 @@ def test_a_path_that_slows_down_gives_states_away_and_says_so(paths, monkeypatch
     assert (first.folder.name, second.folder.name) == ("first", "second")
     assert (first.both_bytes_per_s, second.both_bytes_per_s) == (1e9, 5e8)
     said = [record.getMessage() for record in caplog.records if "storage paths share" in record.getMessage()]
-    slower = [record.getMessage() for record in caplog.records if "as long to read and write" in record.getMessage()]
+    slower = [record.getMessage() for record in caplog.records if "times as long as planned" in record.getMessage()]
     assert len(said) == len(slower) == 1
     assert "second gives 477 MiB per second, and 954 MiB were planned" in slower[0] and "1.33 times" in slower[0]
     assert_same(pair, plain)
