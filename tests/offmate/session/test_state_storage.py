@@ -15,6 +15,7 @@ import torch
 from offmate.runtime.devices import ring as ring_buffers
 from offmate.runtime.devices import streams
 from offmate.runtime.storage.engine import Engine
+from offmate.runtime.storage.files import SystemFiles
 from offmate.runtime.storage.measure import PathRates
 
 import offmate
@@ -490,6 +491,13 @@ def test_a_model_that_nobody_holds_gives_its_folder_back(path):
         train(*compiled(path), range(1))
     finally:
         gc.enable()
+
+
+def test_a_disk_without_room_to_be_measured_is_named(path, monkeypatch):
+    monkeypatch.setattr(SystemFiles, "free_bytes", lambda self, folder: 100 << 20)
+    words = r"100 MiB are free in .*, and measuring it needs 128 MiB; .*, or give its rates: offmate\.StoragePath"
+    with pytest.raises(offmate.StorageError, match=words):
+        compiled(path.folder)
 
 
 def test_too_small_a_disk_is_named_before_the_first_step(path, monkeypatch):
