@@ -158,8 +158,8 @@ class Published:
     def check_taken(self) -> None:
         """Look whether the plan can have the visible states.
 
-        Raises: ProtocolError if states of two parameters have the same bytes, which both updates would change. The same
-        if states may lie in files, where rows of a parameter and of its states lie alike, and one has other strides.
+        Raises: ProtocolError if states of two parameters have the same bytes, which both updates would change, and if
+        one has other strides than its rows in files.
         """
         stretches = []
         for param, name in self._updater.names.items():
@@ -167,12 +167,12 @@ class Published:
             for key, value in (self._visible.get(param) or {}).items():
                 if not is_bulk(value) or value.layout is not torch.strided:
                     continue
-                like = own[key] if is_bulk(own.get(key)) else param
-                if self._host.store is not None and value.shape == like.shape and value.stride() != like.stride():
+                like = own.get(key)
+                if self._lies_in_files(like) and value.shape == like.shape and value.stride() != like.stride():
                     raise ProtocolError(
-                        f"the optimizer's state {key!r} of {name} has the strides {value.stride()}, and the plan "
-                        f"counts with {like.stride()}. With storage= they have to be alike, since rows lie in files: "
-                        "give it a tensor like torch.empty_like(parameter).copy_(state)"
+                        f"the optimizer's state {key!r} of {name} has the strides {value.stride()}, and the one that "
+                        f"lies in files has {like.stride()}. They have to be alike, since rows lie there: give it a "
+                        "tensor like torch.empty_like(parameter).copy_(state)"
                     )
                 flat = flat_bytes(value)
                 if flat is not None and flat.numel() and not flat.is_meta:
@@ -185,6 +185,9 @@ class Published:
                     "plain PyTorch would update twice, one after the other, and a plan at the same time. Give each "
                     "parameter a tensor of its own (clone it)"
                 )
+
+    def _lies_in_files(self, value: Any) -> bool:
+        return self._host.store is not None and is_bulk(value) and self._host.store.holds(value)
 
 
 def _counted(value: Any) -> str:
