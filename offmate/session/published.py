@@ -167,8 +167,8 @@ class Published:
             for key, value in (self._visible.get(param) or {}).items():
                 if not is_bulk(value) or value.layout is not torch.strided:
                     continue
-                like = own.get(key)
-                if self._lies_in_files(like) and value.shape == like.shape and value.stride() != like.stride():
+                like = own[key] if self._lies_in_files(own.get(key)) else value
+                if value.shape == like.shape and value.stride() != like.stride():
                     raise ProtocolError(
                         f"the optimizer's state {key!r} of {name} has the strides {value.stride()}, and the one that "
                         f"lies in files has {like.stride()}. They have to be alike, since rows lie there: give it a "
