@@ -30,7 +30,7 @@ from .progress import planning_progress
 from .session.checkpoint_files import files_here
 from .session.module import take_over as take_over_model
 from .session.optimizer import take_over as take_over_optimizer
-from .session.parameter_files import warn_of_all_in_ram, why_all_stay
+from .session.parameter_files import let_leave
 from .session.scaling import take_over as take_over_scaler
 from .session.session import Session
 
@@ -169,10 +169,7 @@ def plan(
         known = contextlib.nullcontext(request.files)
     drives = request.storage
     if drives is not None and drives.for_parameters:  # as a session decides
-        why = why_all_stay(tuple(model.named_parameters()))
-        if why:
-            warn_of_all_in_ram(why)
-        drives = replace(drives, for_parameters=not why)
+        drives = replace(drives, for_parameters=let_leave(tuple(model.named_parameters()))[0])
     updater = Updater(optimizer, asked.names, request.device) if optimizer is not None else None
     where = accelerator(request.device) if machine is None else None
     with known as files, ready(model, example_inputs, where) as (batch, say):

@@ -67,10 +67,9 @@ def train(run: TrainingRun) -> None:
         _evaluate(run, run.start)
     clock = _Clock()
     steps = run.batches.steps(run.start)
-    with _asked_to_stop(run) as asked:
+    with _asked_to_stop(run) as asked, _told_how_to_go_on(run):
         for step in range(run.start, run.n_steps):
-            with _told_how_to_go_on(run):
-                row = _step(run, step, next(steps), clock)
+            row = _step(run, step, next(steps), clock)
             for reporter in run.reporters:
                 reporter.step(row)
             done, last = step + 1, step + 1 == run.n_steps

@@ -42,8 +42,22 @@ def why_all_stay(params: Sequence[tuple[str, torch.nn.Parameter]]) -> str:
         return f"the memory of {gaps[0]} has gaps between its elements" if gaps else ""
 
 
-def warn_of_all_in_ram(why: str) -> None:
-    """Say that no trained parameter lies in files, although the user allowed it, and why."""
+def let_leave(params: Sequence[tuple[str, torch.nn.Parameter]], said: str = "") -> tuple[bool, str]:
+    """Look whether trained parameters may lie in files, as the user allows, and log why if not.
+
+    Parameters
+    ----------
+    said: what was logged before, which is not said again.
+
+    Returns: whether they may, and why not.
+    """
+    why = why_all_stay(params)
+    if why and why != said:
+        _warn_of_all_in_ram(why)
+    return not why, why
+
+
+def _warn_of_all_in_ram(why: str) -> None:
     log.warning(
         "trained parameters stay in RAM, although the storage paths are for them too: %s. Give each parameter memory "
         "of its own, without gaps (`param.data = param.data.clone(memory_format=torch.contiguous_format)`), before "

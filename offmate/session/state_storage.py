@@ -24,7 +24,7 @@ from ..runtime.storage.mapped import MappedStore
 from ..sizes import format_bytes
 from ..solver.resources import Path
 from ..solver.schedule import Schedule
-from .parameter_files import warn_of_all_in_ram, why_all_stay
+from .parameter_files import let_leave
 
 log = logging.getLogger("offmate")
 
@@ -102,12 +102,8 @@ class StateStorage:
         return None if self._files is None else replace(self._files, for_parameters=self._both and self._leave(params))
 
     def _leave(self, params: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
-        """Return whether trained parameters may lie in files; say so once if not."""
-        why = why_all_stay(params)
-        if why and why != self._why_all_stay:
-            warn_of_all_in_ram(why)
-        self._why_all_stay = why
-        return not why
+        may, self._why_all_stay = let_leave(params, said=self._why_all_stay)
+        return may
 
     @property
     def path(self) -> Path | None:

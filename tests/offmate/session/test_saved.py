@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import json
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from offmate.errors import ArgumentTypeError, ArgumentValueError, OffmateError
 from offmate.session import unfinished
 from offmate.session.saved_files import digest_of
 
+from ...runtime.storage.faulty import refused
 from .test_state_storage import (
     STEPS,
     WIDTH,
@@ -354,6 +356,32 @@ def test_a_checkpoint_that_is_being_written_is_left_alone(path, tmp_path):
         unfinished.sweep(tmp_path)
         assert aside.is_dir() and len(list(tmp_path.glob(".one.*.links"))) == 1
     assert not list(tmp_path.glob(".one.*.links"))
+
+
+def test_a_note_removes_nothing_that_no_checkpoint_has_made(path, tmp_path):
+    """Somebody may have written it."""
+    mine, run = tmp_path / "mine", "0123456789abcdef"
+    folders = [mine, mine / "offmate-checkpoints" / run / "other", mine / "offmate-checkpoints" / "mine" / "one"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "precious").write_text("mine")
+    (tmp_path / ".one.01234567.tmp").mkdir()
+    (tmp_path / ".one.01234567.links").write_text(json.dumps([str(folder) for folder in folders]))
+    unfinished.sweep(tmp_path)
+    assert all((folder / "precious").is_file() for folder in folders)
+
+
+def test_without_locks_checkpoints_are_written_too(path, tmp_path, monkeypatch):
+    pair, whole = compiled(path), made()
+    train(*pair, range(2))
+    monkeypatch.setattr(unfinished.fcntl, "flock", refused(errno.ENOLCK))
+    offmate.save_checkpoint(tmp_path / "two", *pair)
+    monkeypatch.undo()
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+    other = made()
+    offmate.load_checkpoint(tmp_path / "two", *other)
+    train(*whole, range(2))
+    assert_same(other, whole)
 
 
 def test_a_copy_is_removed_without_the_files_of_the_original(path, saved, tmp_path, caplog):
