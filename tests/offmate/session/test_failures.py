@@ -11,7 +11,7 @@ from offmate.solver.schedule import Action, Kind
 
 from offmate import BudgetExceeded, OffmateError
 
-from ..loops import assert_same, checkpoint, plain, tensors, trained
+from ..loops import Loop, assert_same, checkpoint, plain, tensors, trained
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -154,10 +154,9 @@ def interrupt_at(loop, action: Action, by) -> None:
     loop.executor.on_action = hook
 
 
-def actions(budget: str, count: int) -> list[Action]:
-    from ..loops import plan
-
-    schedule = plan(budget).schedule
+def actions(loop: Loop, count: int) -> list[Action]:
+    """The first actions of each part, updates, and some more, drawn at random."""
+    schedule = loop.executor.schedule
     chosen = random.Random(0).sample(schedule.actions, min(count, len(schedule.actions)))
     updates = [a for a in schedule.actions if a.kind in (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE)]
     firsts = [schedule.forward[0], schedule.backward[0], (*schedule.turn_around, *updates)[0]]
@@ -172,7 +171,7 @@ def raise_interrupt() -> None:
 @pytest.mark.parametrize("budget", ["ample", "least", "shared"])
 def test_interrupted_between_actions(budget, nth, caplog):
     loop = trained(budget, steps=2)
-    interrupt_at(loop, actions(budget, 12)[nth], raise_interrupt)
+    interrupt_at(loop, actions(loop, 12)[nth], raise_interrupt)
     error, _ = fails(loop)
     assert isinstance(error, KeyboardInterrupt)
     counts = check_whole(loop, range(1, 5))
@@ -184,7 +183,7 @@ def test_interrupted_between_actions(budget, nth, caplog):
 def test_ctrl_c_never_tears(nth):
     """The signal is held back until stopping leaves all parameters of one update."""
     loop = trained("least", steps=2)
-    interrupt_at(loop, actions("least", 12)[nth], lambda: signal.raise_signal(signal.SIGINT))
+    interrupt_at(loop, actions(loop, 12)[nth], lambda: signal.raise_signal(signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)
     error, _ = fails(loop)
     assert isinstance(error, KeyboardInterrupt)
