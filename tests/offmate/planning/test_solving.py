@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -60,6 +61,23 @@ def test_nothing_is_left_of_it_once_it_is_done():
     found: Any = waited(Solving(random_problem(random.Random(0)), **HOW))
     assert not Path(found.close.peek()[2][1]).exists()
     assert found._process.returncode == 0
+
+
+SHOWS_PRIORITY = """
+import os
+from offmate.solver.own_process import let_training_go_first
+let_training_go_first()
+print(os.getpriority(os.PRIO_PROCESS, 0), open("/proc/self/autogroup").read())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the system has no scheduling groups of sessions")
+def test_training_goes_first_where_sessions_share_the_cores():
+    code = [sys.executable, "-c", SHOWS_PRIORITY]
+    leads = subprocess.run(code, capture_output=True, text=True, check=True, start_new_session=True).stdout
+    assert leads.startswith("19 /autogroup-") and leads.split()[-1] == "19"
+    one_of_ours = subprocess.run(code, capture_output=True, text=True, check=True).stdout
+    assert one_of_ours.startswith("19 /autogroup-") and one_of_ours.split()[-1] != "19"
 
 
 def test_folders_of_modules_may_be_paths(monkeypatch):
