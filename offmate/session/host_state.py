@@ -50,10 +50,10 @@ class Truth:
     Parameters
     ----------
     model, updater: the owners of the tensors; no updater if the user's code updates. watch: lists the model's
-        parameters.
+        parameters. in_files: whether states may lie in files.
     """
 
-    def __init__(self, model: torch.nn.Module, updater: Updater | None, watch: Watch) -> None:
+    def __init__(self, model: torch.nn.Module, updater: Updater | None, watch: Watch, in_files: bool = False) -> None:
         self._model = weakref.ref(model)
         self._updater, self._watch = updater, watch
         self.host = HostState(
@@ -66,7 +66,7 @@ class Truth:
         self._not_reloaded: set[str] = set()
         self._trains = {n: p.requires_grad for n, p in watch.parameters}
         self._versions: dict[str, tuple[int, int]] = {}
-        self.states = Published(updater, self.host) if updater is not None else None
+        self.states = Published(updater, self.host, in_files) if updater is not None else None
         self._late: tuple[str, ...] = ()
         written = () if self.states is None else self.states.with_written_copies()
         self.copies = Copies(updater, self.host, written)

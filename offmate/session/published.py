@@ -16,6 +16,7 @@ from ..runtime.layouts import on_storage
 from ..runtime.replay.binding import HostState
 from ..runtime.replay.contents import is_bulk
 from ..runtime.replay.low_copies import WHOLE
+from ..runtime.torch_names.autograd import without_torch_function
 from ..runtime.torch_names.tensors import version_of
 
 _State = dict[str, Any]
@@ -34,11 +35,12 @@ class Published:
 
     Parameters
     ----------
-    updater: the updater of the optimizer. host: the states that the plan keeps.
+    updater: the updater of the optimizer. host: the states that the plan keeps. in_files: whether they may lie in
+        files.
     """
 
-    def __init__(self, updater: Updater, host: HostState) -> None:
-        self._updater, self._host = updater, host
+    def __init__(self, updater: Updater, host: HostState, in_files: bool = False) -> None:
+        self._updater, self._host, self._in_files = updater, host, in_files
         self._shown: dict[str, dict[str, tuple[Any, int]]] = {}
         self.read = self.handed_out = False
         self.adopt_all()
@@ -159,21 +161,14 @@ class Published:
         """Look whether the plan can have the visible states.
 
         Raises: ProtocolError if states of two parameters have the same bytes, which both updates would change, and if
-        one has other strides than its rows in files.
+        one has strides that its rows in files, or an update, cannot have.
         """
         stretches = []
         for param, name in self._updater.names.items():
-            own = self._of(name)
             for key, value in (self._visible.get(param) or {}).items():
                 if not is_bulk(value) or value.layout is not torch.strided:
                     continue
-                like = own[key] if self._lies_in_files(own.get(key)) else value
-                if value.shape == like.shape and value.stride() != like.stride():
-                    raise ProtocolError(
-                        f"the optimizer's state {key!r} of {name} has the strides {value.stride()}, and the one that "
-                        f"lies in files has {like.stride()}. They have to be alike, since rows lie there: give it a "
-                        "tensor like torch.empty_like(parameter).copy_(state)"
-                    )
+                self._check_strides(param, name, key, value)
                 flat = flat_bytes(value)
                 if flat is not None and flat.numel() and not flat.is_meta:
                     stretches.append((str(flat.device), flat.data_ptr(), flat.data_ptr() + flat.numel(), name, key))
@@ -186,12 +181,31 @@ class Published:
                     "parameter a tensor of its own (clone it)"
                 )
 
-    def _lies_in_files(self, value: Any) -> bool:
-        return self._host.store is not None and is_bulk(value) and self._host.store.holds(value)
+    def _check_strides(self, param: torch.Tensor, name: str, key: str, value: torch.Tensor) -> None:
+        with without_torch_function():
+            plain = torch.empty_like(param, device="meta")
+        if self._in_files and value.shape == plain.shape and _strides(value) != _strides(plain):
+            raise ProtocolError(
+                f"the optimizer's state {key!r} of {name} has the strides {value.stride()}, and those of "
+                f"torch.empty_like(parameter) are {plain.stride()}. States that may lie in files need the latter, "
+                "since their rows lie there: give it a tensor like torch.empty_like(parameter).copy_(state)"
+            )
+        if flat_bytes(value) is None and (self._in_files or self._updater.groups[name].get("fused")):
+            why = "no file holds it so" if self._in_files else "PyTorch's fused updates overlook that"
+            raise ProtocolError(
+                f"the optimizer's state {key!r} of {name} has gaps or repeats in memory, with the shape "
+                f"{tuple(value.shape)} and the strides {value.stride()}, and {why}. Give it a tensor without them, "
+                "such as state.contiguous()"
+            )
 
 
 def _counted(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if is_bulk(value) else "no tensor of one dimension or more"
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides that matter: those of one element may be any."""
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride()) if size != 1)
 
 
 def _version(value: Any) -> int:

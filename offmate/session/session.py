@@ -88,7 +88,7 @@ class Session:
             self.updater.say_form()
         self.device = make_device(request.device, request.budget_bytes)
         self.watch = Watch(model)
-        self.truth = Truth(model, self.updater, self.watch)
+        self.truth = Truth(model, self.updater, self.watch, in_files=bool(storage))
         self.storage = StateStorage(storage, self.truth.host, self.device)
         request = replace(request, storage=self.storage.files_for_plans(self.watch.parameters))
         self.files = CheckpointFiles(self.truth.host, self.device.file_buffers_bytes, self.device.changed)

@@ -217,6 +217,29 @@ def test_one_tensor_as_the_state_of_two_parameters_is_refused_by_name(way: str) 
     assert_same(loop, reference)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_states_with_gaps_are_refused_where_fused_updates_overlook_them(fused: bool) -> None:
+    """Plain PyTorch's fused update takes their memory as if it had none, and other forms of it do not."""
+
+    def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+
+    loops = [Loop(model, adam(model)) for model in (tiny(), tiny())]
+    for loop in loops:
+        loop.steps(0, 2)
+        state = loop.optimizer.state[loop.model.first.weight]
+        state["exp_avg"] = torch.zeros(32, 32)[:, ::2].copy_(state["exp_avg"])
+    ours, reference = loops
+    settings = {"device": "emulated", "cpu_budget": CPU_BUDGET, "config": offmate.Config(cache_dir=None)}
+    if fused:
+        with pytest.raises(ProtocolError, match=r"'exp_avg' of first\.weight has gaps or repeats in memory"):
+            offmate.compile(ours.model, "96KiB", optimizer=ours.optimizer, **settings)
+        return
+    offmate.compile(ours.model, "96KiB", optimizer=ours.optimizer, **settings)
+    assert ours.steps(2, 5) == reference.steps(2, 5)
+    assert_same(ours, reference)
+
+
 def test_before_the_first_step() -> None:
     ours, reference = compiled(), plain()
     for loop in (ours, reference):
