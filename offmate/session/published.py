@@ -182,13 +182,12 @@ class Published:
                 )
 
     def _check_strides(self, param: torch.Tensor, name: str, key: str, value: torch.Tensor) -> None:
-        with without_torch_function():
-            plain = torch.empty_like(param, device="meta")
-        if self._in_files and value.shape == plain.shape and _strides(value) != _strides(plain):
+        like = self._in_files_like(param, self._of(name).get(key))
+        if like is not None and value.shape == like.shape and _strides(value) != _strides(like):
             raise ProtocolError(
-                f"the optimizer's state {key!r} of {name} has the strides {value.stride()}, and those of "
-                f"torch.empty_like(parameter) are {plain.stride()}. States that may lie in files need the latter, "
-                "since their rows lie there: give it a tensor like torch.empty_like(parameter).copy_(state)"
+                f"the optimizer's state {key!r} of {name} has the strides {value.stride()}, and in files it would have "
+                f"{like.stride()}. They have to be alike, since rows lie there: give it a tensor like "
+                "torch.empty_like(parameter).copy_(state)"
             )
         if flat_bytes(value) is None and (self._in_files or self._updater.groups[name].get("fused")):
             why = "no file holds it so" if self._in_files else "PyTorch's fused updates overlook that"
@@ -197,6 +196,16 @@ class Published:
                 f"{tuple(value.shape)} and the strides {value.stride()}, and {why}. Give it a tensor without them, "
                 "such as state.contiguous()"
             )
+
+    def _in_files_like(self, param: torch.Tensor, own: Any) -> torch.Tensor | None:
+        """Return what has the strides of a state in files; None for one that the plan has in RAM."""
+        if not self._in_files:
+            return None
+        if own is None:  # it may lie there
+            with without_torch_function():
+                return torch.empty_like(param, device="meta")
+        store = self._host.store
+        return own if store is not None and is_bulk(own) and store.holds(own) else None
 
 
 def _counted(value: Any) -> str:
