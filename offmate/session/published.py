@@ -190,7 +190,7 @@ class Published:
                 "torch.empty_like(parameter).copy_(state)"
             )
         if flat_bytes(value) is None and (self._in_files or self._updater.groups[name].get("fused")):
-            why = "no file holds it so" if self._in_files else "PyTorch's fused updates overlook that"
+            why = "a file cannot hold it like that" if self._in_files else "PyTorch's fused updates ignore that"
             raise ProtocolError(
                 f"the optimizer's state {key!r} of {name} has gaps or repeats in memory, with the shape "
                 f"{tuple(value.shape)} and the strides {value.stride()}, and {why}. Give it a tensor without them, "
