@@ -3,8 +3,10 @@
 `python -m benchmarks.storage_engine --dir DIR [--bytes 1GiB] [--rounds 7] [--json FILE]` reads and writes files in DIR,
 in runs that take turns within one process: a loop of `preadv` or `pwritev` with O_DIRECT on as many threads as the
 engine has, and the engine, which computes and verifies a checksum of every request. All files have been written before.
-"aligned" is memory that lies within a page as the file does, "unaligned" any other, which goes through the engine's
-staging buffers. A core second is one of all threads of the process, those of the system's calls included.
+The loop runs over memory as torch allocates it, and again over the engine's own memory, which is in huge pages where
+the system has them. "aligned" is the engine's own memory, which lies within a page as the file does, "unaligned" any
+other, which goes through the engine's staging buffers. A core second is one of all threads of the process, those of the
+system's calls included.
 
 Then two paths are held to given rates, as disks that read and write in turn, and the engine stands beside the sum of
 these rates.
@@ -32,7 +34,7 @@ from offmate.runtime.events import Event, UnderWay
 from offmate.runtime.storage.disk_queue import N_THREADS, REQUEST_BYTES
 from offmate.runtime.storage.engine import Engine
 from offmate.runtime.storage.folders import StoragePath
-from offmate.runtime.storage.host_bytes import empty_aligned, view
+from offmate.runtime.storage.host_bytes import ALIGNMENT_BYTES, empty_aligned, view
 from offmate.runtime.storage.throttle import Throttle
 from rich.console import Console
 from rich.table import Table
@@ -108,10 +110,11 @@ def writes(folder: Path, n_bytes: int, rounds: int) -> list[dict[str, Any]]:
 
 def beside_a_loop(kind: str, path: Path, n_bytes: int, rounds: int, submit: Submit) -> list[dict[str, Any]]:
     """Compare the engine with a loop on a file, with both kinds of memory."""
-    memory = _buffers()
+    memory, plain = _buffers(), _plain_buffers()
     found = alternating(
         {
-            "loop": lambda: bare(path, memory, n_bytes, kind),
+            "loop": lambda: bare(path, plain, n_bytes, kind),
+            "same memory": lambda: bare(path, memory, n_bytes, kind),
             "aligned": lambda: by_tensor(n_bytes, memory, submit),
             "unaligned": lambda: by_tensor(n_bytes, memory, submit, shift=1),
         },
@@ -119,9 +122,8 @@ def beside_a_loop(kind: str, path: Path, n_bytes: int, rounds: int, submit: Subm
         rounds,
     )
     fio_bytes_per_s = fio(path, kind, n_bytes)
-    return [
-        compared(f"{kind}, {name}", found["loop"], found[name], fio_bytes_per_s) for name in ("aligned", "unaligned")
-    ]
+    loops = {"loop": found["loop"], "same_memory": found["same memory"]}
+    return [compared(f"{kind}, {name}", loops, found[name], fio_bytes_per_s) for name in ("aligned", "unaligned")]
 
 
 def two_paths(folder: Path, n_bytes: int, rounds: int) -> list[dict[str, Any]]:
@@ -162,6 +164,13 @@ def _run(n_bytes: int, memory: torch.Tensor, submit: Submit) -> Callable[[], Non
 
 def _buffers() -> torch.Tensor:
     return empty_aligned(DEPTH * TENSOR_BYTES).random_(0, 256)
+
+
+def _plain_buffers() -> torch.Tensor:
+    """Return memory of the same size that is aligned, and otherwise as torch allocates it."""
+    spare = torch.empty(DEPTH * TENSOR_BYTES + ALIGNMENT_BYTES, dtype=torch.uint8)
+    first = -spare.data_ptr() % ALIGNMENT_BYTES
+    return spare[first : first + DEPTH * TENSOR_BYTES].random_(0, 256)
 
 
 def bare(path: Path, memory: torch.Tensor, n_bytes: int, kind: str) -> None:
@@ -213,21 +222,20 @@ def alternating(contenders: dict[str, Callable[[], None]], n_bytes: int, rounds:
     return found
 
 
-def compared(what: str, loop: list[Run], engine: list[Run], fio_bytes_per_s: float | None) -> dict[str, Any]:
+def compared(
+    what: str, loops: dict[str, list[Run]], engine: list[Run], fio_bytes_per_s: float | None
+) -> dict[str, Any]:
     """Return one row: medians, the ratios of neighbouring runs, and every run, since a shared disk varies."""
-    ratios = [one.bytes_per_s / other.bytes_per_s for one, other in zip(engine, loop)]
-    return {
-        "what": what,
-        "loop_bytes_per_s": statistics.median(run.bytes_per_s for run in loop),
-        "engine_bytes_per_s": statistics.median(run.bytes_per_s for run in engine),
-        "ratio": statistics.median(ratios),
-        "ratio_quartiles": [statistics.quantiles(ratios, n=4)[at] for at in (0, 2)],
-        "loop_core_s_per_gb": statistics.median(run.core_s_per_gb for run in loop),
-        "engine_core_s_per_gb": statistics.median(run.core_s_per_gb for run in engine),
-        "fio_bytes_per_s": fio_bytes_per_s,
-        "loop_runs_bytes_per_s": [run.bytes_per_s for run in loop],
-        "engine_runs_bytes_per_s": [run.bytes_per_s for run in engine],
-    }
+    row: dict[str, Any] = {"what": what}
+    for name, runs in (*loops.items(), ("engine", engine)):
+        row[f"{name}_bytes_per_s"] = statistics.median(run.bytes_per_s for run in runs)
+        row[f"{name}_core_s_per_gb"] = statistics.median(run.core_s_per_gb for run in runs)
+        row[f"{name}_runs_bytes_per_s"] = [run.bytes_per_s for run in runs]
+    for name, runs in loops.items():
+        ratios = [one.bytes_per_s / other.bytes_per_s for one, other in zip(engine, runs)]
+        row[f"to_{name}"] = statistics.median(ratios)
+        row[f"to_{name}_quartiles"] = [statistics.quantiles(ratios, n=4)[at] for at in (0, 2)]
+    return {**row, "fio_bytes_per_s": fio_bytes_per_s}
 
 
 def fio(path: Path, kind: str, n_bytes: int) -> float | None:
@@ -244,16 +252,24 @@ def fio(path: Path, kind: str, n_bytes: int) -> float | None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the engine beside the loop."""
-    columns = ("", "loop GB/s", "engine GB/s", "ratio", "quartiles", "loop core s/GB", "engine core s/GB", "fio GB/s")
-    table = Table(*columns, title="The engine beside a bare loop; medians")
+    """Print the engine beside the loops."""
+    rates = Table("GB/s", "loop", "same memory", "engine", "to the loop", "quartiles", "to same memory", "fio")
+    cores = Table("core s per GB", "loop", "same memory", "engine")
+    names = ("loop", "same_memory", "engine")
     for row in rows:
-        fio_rate = row["fio_bytes_per_s"]
-        rates = [f"{row[key] / _GB:.2f}" for key in ("loop_bytes_per_s", "engine_bytes_per_s")]
-        cores = [f"{row[key]:.3f}" for key in ("loop_core_s_per_gb", "engine_core_s_per_gb")]
-        ratios = [f"{row['ratio']:.3f}", "–".join(f"{value:.2f}" for value in row["ratio_quartiles"])]
-        table.add_row(row["what"], *rates, *ratios, *cores, f"{fio_rate / _GB:.2f}" if fio_rate else "-")
-    Console(width=120).print(table)
+        fio_rate, quartiles = row["fio_bytes_per_s"], row["to_loop_quartiles"]
+        rates.add_row(
+            row["what"],
+            *(f"{row[f'{name}_bytes_per_s'] / _GB:.2f}" for name in names),
+            f"{row['to_loop']:.3f}",
+            "–".join(f"{value:.2f}" for value in quartiles),
+            f"{row['to_same_memory']:.3f}",
+            f"{fio_rate / _GB:.2f}" if fio_rate else "-",
+        )
+        cores.add_row(row["what"], *(f"{row[f'{name}_core_s_per_gb']:.3f}" for name in names))
+    for table, title in ((rates, "The engine beside bare loops; medians"), (cores, "What they take of the cores")):
+        table.title = title
+        Console(width=120).print(table)
 
 
 def show_throttled(rows: list[dict[str, Any]]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
+import functools
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,12 +74,12 @@ class _Worker:
         self.buffer, self._queue = buffer, queue
 
     def read(self, file: OpenFile, address: int, n_bytes: int, offset: int, least_bytes: int) -> None:
-        with self._queue.counted(False, n_bytes):
-            file.read(address, n_bytes, offset, least_bytes, self._queue.progressed)
+        call = functools.partial(file.read, address, n_bytes, offset, least_bytes, self._queue.progressed)
+        self._queue.count(False, n_bytes, call)
 
     def write(self, file: OpenFile, address: int, n_bytes: int, offset: int) -> None:
-        with self._queue.counted(True, n_bytes):
-            file.write(address, n_bytes, offset, self._queue.progressed)
+        call = functools.partial(file.write, address, n_bytes, offset, self._queue.progressed)
+        self._queue.count(True, n_bytes, call)
 
 
 class DiskQueue:
@@ -88,7 +88,7 @@ class DiskQueue:
     State: `_parts`, ready and in the order of their transfers; `_under_way`, the transfer of each thread at work;
     `_keys` of their requests; `_progress_s`, when something was last done; `_error`, with which transfers fail
     once the disk hangs or the queue is closed; `_closing`.
-    All are changed under `_changed`, and so are the figures.
+    All are changed under `_lock`, and so are the figures; `_changed` is notified of requests and of the closing.
 
     Parameters
     ----------
@@ -104,7 +104,8 @@ class DiskQueue:
         self._progress_s, self._closing = time.monotonic(), False
         self._error: StorageError | None = None
         self._rates = DiskRates()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # collecting what nobody needs may close the queue at any moment
+        self._changed = threading.Condition(self._lock)
         buffers = [AlignedBytes(limits.request_bytes) for _ in range(limits.n_threads)]
         self._threads = [
             threading.Thread(target=self._run, args=(buffer,), name=f"offmate-disk-{i}", daemon=True)
@@ -126,20 +127,19 @@ class DiskQueue:
             part.drop(hangs=True)
         transfer.fail(StorageError(str(error)))  # one of its own, or the error would collect the frames of all who wait
 
-    @contextlib.contextmanager
-    def counted(self, writes: bool, n_bytes: int) -> Iterator[None]:
-        """Count the call to the disk in the body, and hold it to the throttle's rate."""
-        with self._changed:
+    def count(self, writes: bool, n_bytes: int, call: Callable[[], None]) -> None:
+        """Make a call to the disk, count it, and hold it to the throttle's rate."""
+        with self._lock:
             mark = self._rates.begins(writes, time.perf_counter())
         done_bytes = 0
         try:
             due_s = 0.0 if self._throttle is None else self._throttle.due_s(writes, n_bytes)
-            yield
+            call()
             if due_s:
                 time.sleep(max(0.0, due_s - time.perf_counter()))
             done_bytes = n_bytes
         finally:
-            with self._changed:
+            with self._lock:
                 self._rates.ends(writes, done_bytes, mark, time.perf_counter())
 
     def progressed(self) -> None:
@@ -148,23 +148,23 @@ class DiskQueue:
 
     def use(self) -> DiskUse:
         """Return what it has done until now."""
-        with self._changed:
+        with self._lock:
             return DiskUse(self.name, *self._rates.done_bytes, *self._rates.busy_s)
 
     def iteration_done(self) -> tuple[float, MeanRates]:
         """Note that an iteration has ended; return its seconds of work, and the rates of the last iterations."""
-        with self._changed:
+        with self._lock:
             return self._rates.iteration_done(time.perf_counter()), self._rates.means
 
     @property
     def means(self) -> MeanRates:
         """Return the rates of the last iterations."""
-        with self._changed:
+        with self._lock:
             return self._rates.means
 
     def fail_if_it_hangs(self) -> None:
         """End all transfers with an error if requests are under way and none has progressed for too long."""
-        with self._changed:
+        with self._lock:
             waited_s = time.monotonic() - self._progress_s
             if self._error is not None or not self._under_way or waited_s < self._deadline_s:
                 return
@@ -194,7 +194,7 @@ class DiskQueue:
         for thread in self._threads:
             if thread is not threading.current_thread():  # its request may have held the engine's last reference
                 thread.join(max(0.0, end_s - time.monotonic()))
-        with self._changed:
+        with self._lock:
             hanging = set(self._under_way.values())
         for transfer in hanging:
             transfer.fail(error, at_once=True)
@@ -213,7 +213,7 @@ class DiskQueue:
         while (taken := self._next()) is not None:
             part, request, transfer = taken
             error = _done(worker, part, request)
-            with self._changed:
+            with self._lock:
                 del self._under_way[threading.get_ident()]
                 self._keys.discard(request.key)
                 self._progress_s = time.monotonic()
@@ -236,19 +236,22 @@ class DiskQueue:
         return None
 
     def _take(self) -> tuple[Part, Request, Transfer] | None:
-        for entry in tuple(self._parts):
-            _, part, transfer = entry
+        at = 0
+        while at < len(self._parts):
+            _, part, transfer = self._parts[at]
             request = next((one for one in part.requests if one.key not in self._keys), None)
             if request is None:
+                at += 1
                 continue
-            if not transfer.begin():
+            begins = transfer.begin()
+            if begins:
+                part.requests.remove(request)
+            else:
                 part.drop()
-                self._parts.remove(entry)
-                continue
-            part.requests.remove(request)
             if not part.requests:
-                self._parts.remove(entry)
-            return part, request, transfer
+                del self._parts[at]
+            if begins:
+                return part, request, transfer
         return None
 
 

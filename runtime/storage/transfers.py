@@ -147,7 +147,9 @@ class Transfer:
             self._under_way -= 1
             self._left -= 1
             self._error = self._error or error
-        self.settle_if_over()
+            if not self._is_over():
+                return
+        self._settle()
 
     def fail(self, error: BaseException, at_once: bool = False) -> None:
         """Let no more requests begin.
@@ -165,9 +167,18 @@ class Transfer:
     def settle_if_over(self) -> None:
         """End it if nothing is under way and nothing more will be."""
         with self._lock:
-            if self.over or self._under_way > 0 or (self._left and self._error is None):
+            if not self._is_over():
                 return
-            self.over = True
+        self._settle()
+
+    def _is_over(self) -> bool:
+        """Return whether it has to be ended now, and note that it is."""
+        if self.over or self._under_way > 0 or (self._left and self._error is None):
+            return False
+        self.over = True
+        return True
+
+    def _settle(self) -> None:
         with self._changed:
             self.event.settle(self._error)
             self._changed.notify_all()
