@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from ..capture.chain import Cut
 from ..capture.model import Traced, in_low_precision, structure, trace_model
 from ..config import Config
 from ..errors import InfeasibleBudget, PlanFileError
-from ..files import keep
 from ..lowering.bind import bind
 from ..lowering.inductor import compiled
 from ..lowering.problem import Lowered
@@ -27,17 +25,15 @@ from ..machines.devices import accelerator
 from ..machines.hardware import Hardware
 from ..optim.updater import Updater
 from ..plans.plan import Plan
-from ..plans.saved import to_text
 from ..profile.draws import advances
 from ..profile.store import Measured
 from ..progress import Progress
 from ..solver.plan import Planned
 from ..solver.plan import plan as solve_problem
-from ..split import Split
 from .accumulation import planned_with_fewest
 from .describe import described
+from .earlier import check_given, earlier, fingerprints, store
 from .elsewhere import as_elsewhere
-from .fingerprint import differences, fingerprint_of
 from .follow import Seen, follow_plan
 from .garbage import fewer_collections
 from .low_precision import Low, always_tried, copies_on_host, of_plan, possible, words_of
@@ -45,7 +41,7 @@ from .orders import check_together
 from .phases import searching
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
-from .restore import cached, fitting, kernel_bytes, other_rates
+from .restore import kernel_bytes, other_rates
 from .solver_errors import solver_errors
 from .subject import Subject, fits, in_low, relower, stated_to_fit, user_bytes_of
 
@@ -86,10 +82,9 @@ def make_plan(
     where = accelerator(request.device) if machine is None else None
     traced = trace() if trace is not None else trace_model(model, args, kwargs, request.config, True, say, real, where)
     subject = subject_of(model, args, kwargs, traced, request, updater, machine, say)
-    known_as = fingerprints(subject)
     if given is not None:
-        _check_given(given, known_as, subject)
-    plan, lowered = _planned(subject, known_as, given, near, kept or {}, start)
+        check_given(given, subject)
+    plan, lowered = _planned(subject, given, near, kept or {}, start)
     return _bound(subject, plan if given is not None else described(plan, subject), lowered)
 
 
@@ -157,44 +152,20 @@ def _bound(subject: Subject, plan: Plan, lowered: Lowered) -> Prepared:
     )
 
 
-def fingerprints(subject: Subject) -> list[str]:
-    """List the fingerprints of plans that serve: the request's own, then that of one which leaves the split open."""
-    model, traced, request = subject.model, subject.traced, subject.request
-    requests = [request]
-    if isinstance(request.config.updates, Split):
-        requests.append(replace(request, config=replace(request.config, updates="auto")))
-    return [fingerprint_of(model, traced, one, subject.updater, subject.machine) for one in requests]
-
-
-def _check_given(given: Plan, known_as: list[str], subject: Subject) -> None:
-    """Raise PlanFileError, naming what differs, unless a plan that the user gives was made for this request."""
-    request = subject.request
-    if given.fingerprint in known_as and _as_pinned(given, request):
-        return
-    known = differences(given, request, subject.updater is not None)
-    known.append(f"fingerprint {given.fingerprint}, now {known_as[0]}")
-    raise PlanFileError(
-        "the plan does not match this model, batch, optimizer, budget, machine (hardware=), storage=, max_grad_norm, "
-        f"grad_scaler, accumulation_steps or Config ({'; '.join(known)}); plan again with offmate.plan and the same "
-        "arguments"
-    )
-
-
 def _planned(
     subject: Subject,
-    known_as: list[str],
     given: Plan | None,
     near: tuple[Prepared, ...],
     kept: Mapping[str, Plan],
     start: float,
 ) -> tuple[Plan, Lowered]:
     """Take the given plan, an earlier one, or a larger batch's decisions, the first that serves; else search."""
-    request, fingerprint = subject.request, known_as[0]
+    request, fingerprint = subject.request, fingerprints(subject)[0]
     if given is not None:
         if words := other_rates(given, request):
             log.warning("the seconds of the given plan do not hold: %s; plan again with offmate.plan", words)
         return given, relower(subject, given)
-    stored = _earlier(request, known_as, kept, request.config.measure_again and subject.machine is None)
+    stored = earlier(subject, kept)
     if stored is not None:
         try:
             lowered = relower(subject, stored)
@@ -206,9 +177,7 @@ def _planned(
         return replace(plan, fingerprint=fingerprint, plan_s=time.perf_counter() - start), lowered
     with solver_errors():
         plan, lowered = _fastest(subject, fingerprint, start)
-    path = _path(request, fingerprint)
-    if path is not None:
-        keep(path, to_text(described(plan, subject)))
+    store(described(plan, subject), request)
     return plan, lowered
 
 
@@ -230,33 +199,6 @@ def trace_once(
     return functools.cache(
         lambda: trace_model(model, args, kwargs, request.config, True, say, device=where, like=like)
     )  # fmt: skip
-
-
-def _path(request: Request, fingerprint: str) -> Path | None:
-    margin = f"-{request.margin_bytes}" if request.margin_bytes else ""
-    return Path(request.config.cache_dir, f"{fingerprint}{margin}.json") if request.config.cache_dir else None
-
-
-def _earlier(request: Request, known_as: list[str], kept: Mapping[str, Plan], outdated: bool) -> Plan | None:
-    """Find an earlier plan, made for this request or with the split left open but agreeing with the pinned one.
-
-    Parameters
-    ----------
-    outdated: whether plans on disk are based on figures that are to be measured again.
-    """
-    for fingerprint in known_as:
-        plan = fitting(kept.get(fingerprint), request)
-        if plan is None and not outdated:
-            plan = cached(_path(request, fingerprint), fingerprint, request)
-        if plan is not None and _as_pinned(plan, request):
-            return plan
-    return None
-
-
-def _as_pinned(plan: Plan, request: Request) -> bool:
-    """Return whether a plan updates nothing on another side than the pinned one."""
-    updates = request.config.updates
-    return not isinstance(updates, Split) or updates.agrees(plan.split)
 
 
 @fewer_collections()

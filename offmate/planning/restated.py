@@ -14,8 +14,9 @@ from ..profile.store import Measured
 from ..progress import Progress
 from ..solver.plan import Planned
 from ..solver.problem import Problem
+from .earlier import fingerprints
 from .low_precision import of_plan
-from .planner import fingerprints, parts_of, subject_of, trace_once
+from .planner import parts_of, subject_of, trace_once
 from .request import Request
 from .subject import in_low, state, with_steps
 

@@ -99,16 +99,17 @@ class Preparer:
         return self._variants.find(call.kind, [tensor for tensor in call.tensors if tensor is not None])
 
     def account_for_user_code(self) -> None:
-        """Discard a plan if the user's code was seen to hold more than it reserves."""
+        """Discard a plan if the user's code was seen to hold more than it reserves; it may have room for that."""
         short = self.user_code.account()
         if short is None:
             return
-        self._variants.forget(short)
-        lead = short.lead
+        dropped, lead = self._variants.forget(short), short.lead
         if lead.executor in self._followers:
-            self._followers[lead.executor].variants.forget(short)
+            dropped += self._followers[lead.executor].variants.forget(short)
         if self.user_code.held_by(lead.kind) is None:  # it rests on the same estimate
-            self._variants.forget(lead)
+            dropped += self._variants.forget(lead)
+        for variant in dropped:
+            self.maker.use_earlier(variant.prepared.plan)
 
     def _variant(self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]) -> Variant:
         variant = self.known(call)

@@ -94,7 +94,10 @@ class UserCode:
         log.info("your code holds %s between forward and backward", format_bytes(measured))
         if measured <= reserved:
             return None
-        log.info("that is more than the %s reserved, so the next iteration is planned again", format_bytes(reserved))
+        log.info(
+            "that is more than the %s reserved, so the next iteration is planned again if the plan has no room for it",
+            format_bytes(reserved),
+        )
         self.factor *= measured / max(reserved, 1)
         return variant
 

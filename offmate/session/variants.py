@@ -282,10 +282,15 @@ class Variants:
         for key in alike[: -self._most]:
             del self._known[key]
 
-    def forget(self, variant: Variant) -> None:
-        """Drop a variant, and that of other updates for the same calls, so that the next such call is planned anew."""
+    def forget(self, variant: Variant) -> list[Variant]:
+        """Drop a variant, and that of other updates for the same calls, so that the next such call is planned anew.
+
+        Returns: those that were dropped.
+        """
         other = variant.kind._replace(early=not variant.kind.early)
+        dropped = [v for v in self._known.values() if v is variant or v.kind == other]
         self._known = {key: v for key, v in self._known.items() if v is not variant and v.kind != other}
+        return dropped
 
     def drop(self, variant: Variant) -> None:
         """Drop a variant, and those that use its executor."""

@@ -23,7 +23,7 @@ from offmate.machines.hardware import Hardware, load
 from offmate.machines.links import LinkRates
 from offmate.optim.state_bytes import state_bytes
 from offmate.optim.updater import UpdateCost, Updater
-from offmate.planning import planner
+from offmate.planning import earlier
 from offmate.profile import analytic, figures, store
 from offmate.profile import operators as profile
 from offmate.profile.store import Measured
@@ -98,14 +98,14 @@ def from_hardware_file(
     free_bytes = SystemFiles.free_bytes
     measure = functools.partial(_in_rated_seconds, _MEASURED) if workspaces else _measure
     rests_on = f"{name}-{workspaces}-{all_passes}-{timed_moves}"
-    profile_path, plan_path = store._path, planner._path
+    profile_path, plan_path = store._path, earlier._path
     with (
         one_cpsat(),
         solved_as_for_users() if all_passes else solved_once(timed_moves),
         # What was measured for the same model elsewhere is neither used nor replaced, and what follows from it neither.
         mock.patch.object(store, "_kept", _kept.setdefault((name, workspaces), {})),
         mock.patch.object(store, "_path", lambda *args: _apart(profile_path(*args), rests_on)),
-        mock.patch.object(planner, "_path", lambda *args: _apart(plan_path(*args), rests_on)),
+        mock.patch.object(earlier, "_path", lambda *args: _apart(plan_path(*args), rests_on)),
         mock.patch.object(profile, "_measure", functools.partial(measure, machine)),
         mock.patch.object(figures, "measure_link", lambda device: rates),
         # What is free on a disk changes all the time, and would make each plan another one.

@@ -1,13 +1,66 @@
 """What the user's code holds between forward and backward is measured, whatever else goes meanwhile."""
 
+from __future__ import annotations
+
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import offmate
+from offmate.planning import planner
 
 MIB = 1 << 20
+WIDTH, BUDGET = 256, 4 * MIB
+FEW, MANY = 2, 20  # values of the loss that have room in the plan that was made for usual ones, and that have none
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The reserves for which a plan was searched."""
+    found: list[int] = []
+    search = planner._fastest
+
+    def watched(subject: Any, *rest: Any) -> Any:
+        found.append(subject.request.user_bytes)
+        return search(subject, *rest)
+
+    monkeypatch.setattr(planner, "_fastest", watched)
+    return found
+
+
+def made() -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def compiled(plan: offmate.Plan | None = None) -> tuple[Any, torch.optim.Optimizer]:
+    model, optimizer = made()
+    config = offmate.Config(cache_dir=None)
+    offmate.compile(model, BUDGET, optimizer=optimizer, device="emulated", config=config, plan=plan)
+    return model, optimizer
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, n_values: int, steps: int = 3) -> list[torch.Tensor]:
+    """Train with a loss outside the model that holds many values; return losses and parameters."""
+    losses = []
+    for step in range(steps):
+        batch = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(step))
+        out = model(batch)
+        held = [out * factor for factor in range(1, n_values + 1)]
+        loss = torch.stack([value.square().mean() for value in held]).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *model.state_dict().values()]
+
+
+def same(found: list[torch.Tensor], n_values: int) -> bool:
+    return all(map(torch.equal, found, trained(*made(), n_values)))
 
 
 def test_what_was_kept_from_another_batch_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -26,3 +79,59 @@ def test_what_was_kept_from_another_batch_hides_nothing(caplog: pytest.LogCaptur
             model.offmate.sync()
     held = [record.getMessage() for record in caplog.records if "your code holds" in record.getMessage()]
     assert held == ["your code holds 3 MiB between forward and backward"] * 2
+
+
+def test_a_plan_that_has_room_for_what_the_code_holds_stays(searches: list[int]) -> None:
+    model, optimizer = compiled()
+    before = trained(model, optimizer, FEW, steps=1)
+    first = model.offmate.plan
+    model, optimizer = compiled(first)
+    found = trained(model, optimizer, FEW)
+    plan = model.offmate.plan
+    assert before[0] == found[0] and same(found, FEW)
+    assert len(searches) == 1, "only the first plan was searched"
+    assert plan.user_bytes > first.user_bytes and plan.fingerprint != first.fingerprint
+    assert plan.schedule.actions == first.schedule.actions
+    assert plan.least_budget_bytes == first.least_budget_bytes + plan.user_bytes - first.user_bytes
+    assert model.offmate.peak_bytes == plan.predicted_peak_bytes <= BUDGET
+
+
+def test_a_plan_without_room_is_made_again(searches: list[int]) -> None:
+    model, optimizer = compiled()
+    found = trained(model, optimizer, MANY)
+    plan = model.offmate.plan
+    assert same(found, MANY)
+    assert len(searches) == 2 and searches[1] == plan.user_bytes > searches[0]
+    assert plan.predicted_peak_bytes <= BUDGET
+
+
+@pytest.mark.parametrize("n_values", [FEW, MANY])
+def test_plans_with_a_larger_reserve_can_be_given_and_loaded(
+    tmp_path: Path, searches: list[int], n_values: int
+) -> None:
+    model, optimizer = compiled()
+    trained(model, optimizer, n_values)
+    plan = model.offmate.plan
+    plan.save(tmp_path / "plan.json")
+    model.offmate.save_plans(tmp_path / "plans")
+    searches.clear()
+
+    given, optimizer = compiled(offmate.load_plan(tmp_path / "plan.json"))
+    assert same(trained(given, optimizer, n_values), n_values)
+    assert given.offmate.plan.fingerprint == plan.fingerprint
+
+    loaded, optimizer = compiled()
+    loaded.offmate.load_plans(tmp_path / "plans")
+    assert same(trained(loaded, optimizer, n_values), n_values)
+    assert loaded.offmate.plan.fingerprint == plan.fingerprint
+    assert not searches
+
+
+def test_a_given_plan_with_a_larger_reserve_still_has_to_be_for_the_same_request() -> None:
+    model, optimizer = compiled()
+    trained(model, optimizer, MANY)
+    other, optimizer = made()
+    config = offmate.Config(cache_dir=None)
+    offmate.compile(other, BUDGET + MIB, optimizer=optimizer, device="emulated", config=config, plan=model.offmate.plan)
+    with pytest.raises(offmate.PlanFileError, match=r"budget 4 MiB in the plan, 5 MiB now"):
+        trained(other, optimizer, MANY, steps=1)
