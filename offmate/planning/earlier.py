@@ -49,8 +49,9 @@ def earlier(subject: Subject, kept: Mapping[str, Plan]) -> Plan | None:
             plan = cached(_path(request, fingerprint), fingerprint, request)
         if plan is not None and _as_pinned(plan, request):
             return plan
-    others = (with_reserve(plan, subject) for plan in kept.values() if plan.user_bytes != request.user_bytes)
-    return next((plan for plan in others if fitting(plan, request) is not None), None)
+    others = sorted(kept.values(), key=lambda plan: plan.user_bytes)  # what reserves less is as fast or faster
+    reserving = (with_reserve(plan, subject) for plan in others if plan.user_bytes != request.user_bytes)
+    return next((plan for plan in reserving if fitting(plan, request) is not None), None)
 
 
 def check_given(given: Plan, subject: Subject) -> None:
