@@ -13,10 +13,12 @@ from ..plans.plan import Plan
 from ..plans.saved import to_text
 from ..sizes import format_bytes
 from ..solver.scheduling.follow import follow
+from ..solver.solve import least_budget
 from ..split import Split
 from .fingerprint import differences, fingerprint_of
 from .request import Request
 from .restore import cached, fitting
+from .solver_errors import solver_errors
 from .subject import Subject
 
 log = logging.getLogger("offmate")
@@ -108,6 +110,8 @@ def with_reserve(plan: Plan, subject: Subject) -> Plan | None:
     schedule = follow(plan.schedule, problem)
     if schedule is None:
         return None
+    with solver_errors():
+        least = least_budget(problem, time_limit_s=request.config.solver_time_limit_s, backend=request.config.solver)
     log.info("the plan has room for %s of your code, so it stays as it is", format_bytes(request.user_bytes or 0))
     return replace(
         plan,
@@ -116,7 +120,7 @@ def with_reserve(plan: Plan, subject: Subject) -> Plan | None:
         problem=problem,
         fixed_bytes=fixed,
         allocator_bytes=request.margin_bytes,
-        least_budget_bytes=min(request.budget_bytes, plan.least_budget_bytes + more_bytes),
+        least_budget_bytes=min(request.budget_bytes, least.bytes + fixed + request.spare_bytes),
         user_bytes=request.user_bytes or 0,
     )
 

@@ -37,10 +37,10 @@ def made() -> tuple[Any, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def compiled(plan: offmate.Plan | None = None) -> tuple[Any, torch.optim.Optimizer]:
+def compiled(plan: offmate.Plan | None = None, budget: int = BUDGET) -> tuple[Any, torch.optim.Optimizer]:
     model, optimizer = made()
     config = offmate.Config(cache_dir=None)
-    offmate.compile(model, BUDGET, optimizer=optimizer, device="emulated", config=config, plan=plan)
+    offmate.compile(model, budget, optimizer=optimizer, device="emulated", config=config, plan=plan)
     return model, optimizer
 
 
@@ -92,8 +92,18 @@ def test_a_plan_that_has_room_for_what_the_code_holds_stays(searches: list[int])
     assert len(searches) == 1, "only the first plan was searched"
     assert plan.user_bytes > first.user_bytes and plan.fingerprint != first.fingerprint
     assert plan.schedule.actions == first.schedule.actions
-    assert plan.least_budget_bytes == first.least_budget_bytes + plan.user_bytes - first.user_bytes
     assert model.offmate.peak_bytes == plan.predicted_peak_bytes <= BUDGET
+
+
+def test_the_least_budget_of_a_plan_that_stays_works_with_the_larger_reserve() -> None:
+    model, optimizer = compiled()
+    trained(model, optimizer, FEW)
+    least = model.offmate.plan.least_budget_bytes
+    model, optimizer = compiled(budget=least)
+    assert same(trained(model, optimizer, FEW), FEW)
+    with pytest.raises(offmate.InfeasibleBudget):
+        model, optimizer = compiled(budget=least - 4096)
+        trained(model, optimizer, FEW)
 
 
 def test_a_plan_without_room_is_made_again(searches: list[int]) -> None:
