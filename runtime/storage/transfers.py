@@ -147,7 +147,7 @@ class Transfer:
             self._under_way -= 1
             self._left -= 1
             self._error = self._error or error
-            if not self._is_over():
+            if not self._ends_now():
                 return
         self._settle()
 
@@ -167,11 +167,11 @@ class Transfer:
     def settle_if_over(self) -> None:
         """End it if nothing is under way and nothing more will be."""
         with self._lock:
-            if not self._is_over():
+            if not self._ends_now():
                 return
         self._settle()
 
-    def _is_over(self) -> bool:
+    def _ends_now(self) -> bool:
         """Return whether it has to be ended now, and note that it is."""
         if self.over or self._under_way > 0 or (self._left and self._error is None):
             return False

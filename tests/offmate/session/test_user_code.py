@@ -19,12 +19,13 @@ FEW, MANY = 2, 20  # values of the loss that have room in the plan that was made
 
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The reserves for which a plan was searched."""
+    """The reserves for which a plan was searched, but for the least budget that has a place on a card."""
     found: list[int] = []
     search = planner._fastest
 
     def watched(subject: Any, *rest: Any) -> Any:
-        found.append(subject.request.user_bytes)
+        if not subject.request.margin_bytes:
+            found.append(subject.request.user_bytes)
         return search(subject, *rest)
 
     monkeypatch.setattr(planner, "_fastest", watched)
@@ -44,12 +45,14 @@ def compiled(plan: offmate.Plan | None = None, budget: int = BUDGET) -> tuple[An
     return model, optimizer
 
 
-def trained(model: Any, optimizer: torch.optim.Optimizer, n_values: int, steps: int = 3) -> list[torch.Tensor]:
+def trained(
+    model: Any, optimizer: torch.optim.Optimizer, n_values: int, steps: int = 3, device: str = "cpu"
+) -> list[torch.Tensor]:
     """Train with a loss outside the model that holds many values; return losses and parameters."""
     losses = []
     for step in range(steps):
         batch = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(step))
-        out = model(batch)
+        out = model(batch.to(device))
         held = [out * factor for factor in range(1, n_values + 1)]
         loss = torch.stack([value.square().mean() for value in held]).sum()
         loss.backward()
@@ -145,3 +148,21 @@ def test_a_given_plan_with_a_larger_reserve_still_has_to_be_for_the_same_request
     offmate.compile(other, BUDGET + MIB, optimizer=optimizer, device="emulated", config=config, plan=model.offmate.plan)
     with pytest.raises(offmate.PlanFileError, match=r"budget 4 MiB in the plan, 5 MiB now"):
         trained(other, optimizer, MANY, steps=1)
+
+
+def test_on_an_accelerator_a_plan_that_stays_has_a_place(sim: Any, searches: list[int]) -> None:
+    def fused(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    plain = made()[0].to("sim")
+    expected = [value.cpu() for value in trained(plain, fused(plain), MANY, device="sim")]
+    sim.reset_peak_memory_stats()
+    model = made()[0]
+    optimizer, config, budget = fused(model), offmate.Config(cache_dir=None), 64 * MIB
+    offmate.compile(model, budget, optimizer=optimizer, device="sim", cpu_budget=1 << 30, config=config)
+    found = [value.cpu() for value in trained(model, optimizer, MANY, device="sim")]
+    assert all(map(torch.equal, found, expected))
+    assert model.offmate.plan.user_bytes > searches[0] and model.offmate.plan.user_bytes not in searches
+    assert sim.max_memory_reserved() <= budget
+    model._offmate_session.residence.bring_home()
+    model._offmate_session.device.close()
